@@ -1,0 +1,37 @@
+"""Regenerates the Python stubs beside the .proto files: `python protos/generate.py`."""
+
+from __future__ import annotations
+
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent
+
+
+def generate(out: Path) -> None:
+    """Write `*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` of every proto under `out`."""
+    sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("kvmesh/v1/*.proto"))
+    well_known = str(files("grpc_tools") / "_proto")
+    google_api = str(Path(str(files("google.api"))).parent.parent)
+    code = protoc.main(
+        [
+            "protoc",
+            f"-I{ROOT}",
+            f"-I{well_known}",
+            f"-I{google_api}",
+            f"--python_out={out}",
+            f"--mypy_out=quiet:{out}",
+            f"--grpc_python_out={out}",
+            f"--mypy_grpc_out=quiet:{out}",
+            *sources,
+        ]
+    )
+    if code != 0:
+        raise SystemExit(f"protoc failed with {code}")
+
+
+if __name__ == "__main__":
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
