@@ -22,24 +22,19 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from kvmesh.v1 import worker_pb2 as kvmesh_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/kvstore.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/worker.proto\",\n\tPushChunk\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"@\n\x0cPushResponse\x12\x17\n\x0f\x61\x63\x63\x65pted_blocks\x18\x01 \x01(\r\x12\x17\n\x0frejected_blocks\x18\x02 \x01(\r\"\x0e\n\x0cStatsRequest\"\x9a\x02\n\rStatsResponse\x12\x12\n\nkvstore_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nram_blocks\x18\x03 \x01(\x04\x12\x11\n\tram_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12ram_capacity_bytes\x18\x05 \x01(\x04\x12\x12\n\nhit_blocks\x18\x06 \x01(\x04\x12\x13\n\x0bmiss_blocks\x18\x07 \x01(\x04\x12\x15\n\rpushed_blocks\x18\x08 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x17\n\x0frejected_blocks\x18\n \x01(\x04\x12\x1d\n\x15verification_failures\x18\x0b \x01(\x04\x12\x13\n\x0bopen_leases\x18\x0c \x01(\r2\xb6\x01\n\x07KvStore\x12\x36\n\x04Pull\x12\x16.kvmesh.v1.PullRequest\x1a\x14.kvmesh.v1.PullChunk0\x01\x12\x37\n\x04Push\x12\x14.kvmesh.v1.PushChunk\x1a\x17.kvmesh.v1.PushResponse(\x01\x12:\n\x05Stats\x12\x17.kvmesh.v1.StatsRequest\x1a\x18.kvmesh.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/kvstore.proto\x12\tkvmesh.v1\"\x0e\n\x0cStatsRequest\"\x9a\x02\n\rStatsResponse\x12\x12\n\nkvstore_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nram_blocks\x18\x03 \x01(\x04\x12\x11\n\tram_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12ram_capacity_bytes\x18\x05 \x01(\x04\x12\x12\n\nhit_blocks\x18\x06 \x01(\x04\x12\x13\n\x0bmiss_blocks\x18\x07 \x01(\x04\x12\x15\n\rpushed_blocks\x18\x08 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x17\n\x0frejected_blocks\x18\n \x01(\x04\x12\x1d\n\x15verification_failures\x18\x0b \x01(\x04\x12\x13\n\x0bopen_leases\x18\x0c \x01(\r2E\n\x07KvStore\x12:\n\x05Stats\x12\x17.kvmesh.v1.StatsRequest\x1a\x18.kvmesh.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.kvstore_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUSHCHUNK']._serialized_start=62
-  _globals['_PUSHCHUNK']._serialized_end=106
-  _globals['_PUSHRESPONSE']._serialized_start=108
-  _globals['_PUSHRESPONSE']._serialized_end=172
-  _globals['_STATSREQUEST']._serialized_start=174
-  _globals['_STATSREQUEST']._serialized_end=188
-  _globals['_STATSRESPONSE']._serialized_start=191
-  _globals['_STATSRESPONSE']._serialized_end=473
-  _globals['_KVSTORE']._serialized_start=476
-  _globals['_KVSTORE']._serialized_end=658
+  _globals['_STATSREQUEST']._serialized_start=38
+  _globals['_STATSREQUEST']._serialized_end=52
+  _globals['_STATSRESPONSE']._serialized_start=55
+  _globals['_STATSRESPONSE']._serialized_end=337
+  _globals['_KVSTORE']._serialized_start=339
+  _globals['_KVSTORE']._serialized_end=408
 # @@protoc_insertion_point(module_scope)

@@ -4,7 +4,6 @@ import grpc
 import warnings
 
 from kvmesh.v1 import kvstore_pb2 as kvmesh_dot_v1_dot_kvstore__pb2
-from kvmesh.v1 import worker_pb2 as kvmesh_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -35,16 +34,6 @@ class KvStoreStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Pull = channel.unary_stream(
-                '/kvmesh.v1.KvStore/Pull',
-                request_serializer=kvmesh_dot_v1_dot_worker__pb2.PullRequest.SerializeToString,
-                response_deserializer=kvmesh_dot_v1_dot_worker__pb2.PullChunk.FromString,
-                _registered_method=True)
-        self.Push = channel.stream_unary(
-                '/kvmesh.v1.KvStore/Push',
-                request_serializer=kvmesh_dot_v1_dot_kvstore__pb2.PushChunk.SerializeToString,
-                response_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.PushResponse.FromString,
-                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/kvmesh.v1.KvStore/Stats',
                 request_serializer=kvmesh_dot_v1_dot_kvstore__pb2.StatsRequest.SerializeToString,
@@ -55,20 +44,6 @@ class KvStoreStub:
 class KvStoreServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Pull(self, request, context):
-        """The gRPC transport of the pull protocol.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Push(self, request_iterator, context):
-        """The gRPC transport of push: blocks in prefix order; the answer says how many were kept.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -78,16 +53,6 @@ class KvStoreServicer:
 
 def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Pull': grpc.unary_stream_rpc_method_handler(
-                    servicer.Pull,
-                    request_deserializer=kvmesh_dot_v1_dot_worker__pb2.PullRequest.FromString,
-                    response_serializer=kvmesh_dot_v1_dot_worker__pb2.PullChunk.SerializeToString,
-            ),
-            'Push': grpc.stream_unary_rpc_method_handler(
-                    servicer.Push,
-                    request_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.PushChunk.FromString,
-                    response_serializer=kvmesh_dot_v1_dot_kvstore__pb2.PushResponse.SerializeToString,
-            ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
                     request_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.StatsRequest.FromString,
@@ -103,60 +68,6 @@ def add_KvStoreServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class KvStore:
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Pull(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvmesh.v1.KvStore/Pull',
-            kvmesh_dot_v1_dot_worker__pb2.PullRequest.SerializeToString,
-            kvmesh_dot_v1_dot_worker__pb2.PullChunk.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Push(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/kvmesh.v1.KvStore/Push',
-            kvmesh_dot_v1_dot_kvstore__pb2.PushChunk.SerializeToString,
-            kvmesh_dot_v1_dot_kvstore__pb2.PushResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Stats(request,

@@ -49,11 +49,6 @@ class WorkerStub:
                 request_serializer=kvmesh_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
-        self.Pull = channel.unary_stream(
-                '/kvmesh.v1.Worker/Pull',
-                request_serializer=kvmesh_dot_v1_dot_worker__pb2.PullRequest.SerializeToString,
-                response_deserializer=kvmesh_dot_v1_dot_worker__pb2.PullChunk.FromString,
-                _registered_method=True)
 
 
 class WorkerServicer:
@@ -81,13 +76,6 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Pull(self, request, context):
-        """The gRPC transport of the pull protocol: blocks as they lie in the pool.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -105,11 +93,6 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvmesh_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
-            ),
-            'Pull': grpc.unary_stream_rpc_method_handler(
-                    servicer.Pull,
-                    request_deserializer=kvmesh_dot_v1_dot_worker__pb2.PullRequest.FromString,
-                    response_serializer=kvmesh_dot_v1_dot_worker__pb2.PullChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -193,33 +176,6 @@ class Worker:
             '/kvmesh.v1.Worker/Drain',
             kvmesh_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             kvmesh_dot_v1_dot_worker__pb2.DrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Pull(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvmesh.v1.Worker/Pull',
-            kvmesh_dot_v1_dot_worker__pb2.PullRequest.SerializeToString,
-            kvmesh_dot_v1_dot_worker__pb2.PullChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,8 +39,6 @@ class WorkerStub:
     """Identity once, then load every 100 ms and at admissions and finishes. Silence is death."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Stop admitting; readiness off. Running requests go on."""
-    Pull: _grpc.UnaryStreamMultiCallable[_worker_pb2.PullRequest, _worker_pb2.PullChunk]
-    """The gRPC transport of the pull protocol: blocks as they lie in the pool."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -53,8 +51,6 @@ class WorkerAsyncStub(WorkerStub):
     """Identity once, then load every 100 ms and at admissions and finishes. Silence is death."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Stop admitting; readiness off. Running requests go on."""
-    Pull: _aio.UnaryStreamMultiCallable[_worker_pb2.PullRequest, _worker_pb2.PullChunk]  # type: ignore[assignment]
-    """The gRPC transport of the pull protocol: blocks as they lie in the pool."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -82,13 +78,5 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Stop admitting; readiness off. Running requests go on."""
-
-    @_abc_1.abstractmethod
-    def Pull(
-        self,
-        request: _worker_pb2.PullRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_worker_pb2.PullChunk], _abc.AsyncIterator[_worker_pb2.PullChunk]]:
-        """The gRPC transport of the pull protocol: blocks as they lie in the pool."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
