@@ -1,0 +1,115 @@
+"""SIGKILL one part of the mesh under a load of eight streams: who notices, and how soon new requests succeed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.support.mesh import MODEL, Mesh, running_mesh, wait_for
+
+STREAMS = 8
+TOKENS = 160
+NEW_REQUEST_WITHIN_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    options = ("--workers", "2", "--routers", "2", "--kvstores", "1")
+    with running_mesh(tmp_path_factory.mktemp("mesh"), *options) as running:
+        yield running
+
+
+@dataclass
+class Stream:
+    """What one streaming client saw."""
+
+    worker: str = ""
+    tokens: int = 0
+    error: str = ""
+    done: bool = False
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def events(mesh: Mesh, body: dict[str, object]) -> AsyncIterator[tuple[dict[str, str], str]]:
+    """(response headers, event data) of one streamed completion."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", mesh.port)
+    payload = json.dumps({"model": MODEL, "stream": True, **body}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: mesh\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+    try:
+        status = await reader.readline()
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().splitlines()
+        headers = dict(line.split(": ", 1) for line in lines if ": " in line)
+        if b" 200 " not in status:
+            raise ConnectionError((status + await reader.read()).decode())
+        while line := await reader.readline():
+            if line.startswith(b"data: "):
+                yield headers, line[6:].decode().strip()
+    finally:
+        writer.close()
+
+
+async def stream(mesh: Mesh, number: int, seen: Stream) -> None:
+    body = {"prompt": f"Story number {number}:", "max_tokens": TOKENS, "ignore_eos": True}
+    async with asyncio.timeout(120):
+        async for headers, data in events(mesh, body):
+            seen.worker = headers["x-kvmesh-worker"]
+            if data == "[DONE]":
+                seen.done = True
+            elif "error" in (event := json.loads(data)):
+                seen.error = event["error"]["message"]
+            else:
+                seen.tokens += 1
+                seen.started.set()
+
+
+async def time_to_success(mesh: Mesh) -> float:
+    """Seconds until a fresh request was answered, asking again as a client would."""
+    start = time.monotonic()
+    while True:
+        try:
+            async with asyncio.timeout(NEW_REQUEST_WITHIN_S):
+                async for _, data in events(mesh, {"prompt": f"Hello {start}", "max_tokens": 1}):
+                    if data == "[DONE]":
+                        return time.monotonic() - start
+        except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
+            if time.monotonic() - start > 15:
+                raise
+        await asyncio.sleep(0.02)
+
+
+async def kill_under_load(mesh: Mesh, name: str) -> tuple[list[Stream], list[float]]:
+    """Start the streams, kill `name` once all of them produce; what they saw and how long new requests took."""
+    seen = [Stream() for _ in range(STREAMS)]
+    async with asyncio.TaskGroup() as group:
+        for number, one in enumerate(seen):
+            group.create_task(stream(mesh, number, one))
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(one.started.wait() for one in seen))
+        mesh.kill(name)
+        took = [await time_to_success(mesh) for _ in range(3)]
+    return seen, took
+
+
+@pytest.mark.parametrize("kind", ["kvstore", "valkey", "router", "worker"])
+async def test_kill(mesh: Mesh, kind: str) -> None:
+    mesh.wait_ready()
+    victims = [entry["name"] for entry in mesh.of_kind(kind)]
+    for victim in victims if kind == "router" else victims[:1]:
+        seen, took = await kill_under_load(mesh, victim)
+        print(f"{victim}: new requests after {', '.join(f'{s * 1e3:.0f}' for s in took)} ms")
+        for one in seen:
+            if one.worker == victim:
+                assert one.error or one.done, "a stream of the dead worker ends in an error event"
+            else:
+                assert one.done, one
+                assert not one.error
+        if kind == "worker":
+            assert any(one.error for one in seen), "some stream was on the dead worker"
+        assert max(took) < NEW_REQUEST_WITHIN_S
+        wait_for(lambda: all(entry["ready"] for entry in mesh.ps()), within_s=60, what=f"{victim} is back")

@@ -1,0 +1,125 @@
+"""A whole mesh of real processes, started by `kvmesh up` as an operator would."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+KVMESH = (sys.executable, "-m", "services.cli")
+MODEL = "smollm2-135m"
+
+
+def wait_for(condition: Callable[[], bool], *, within_s: float, what: str) -> float:
+    """Poll `condition` until it holds; seconds that took. Fails with `what` after `within_s`."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > within_s:
+            raise AssertionError(f"not within {within_s} s: {what}")
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A running mesh, its HTTP address and its state directory."""
+
+    state: Path
+    port: int
+    env: dict[str, str]
+
+    @property
+    def url(self) -> str:
+        """Root of the HTTP API, without /v1."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def ps(self) -> list[dict[str, Any]]:
+        """Every process of the mesh as `kvmesh ps --json` tells it."""
+        output = self._kvmesh("ps", "--json").stdout
+        return json.loads(output)  # type: ignore[no-any-return]
+
+    def process(self, name: str) -> dict[str, Any]:
+        """The entry of one process."""
+        return next(entry for entry in self.ps() if entry["name"] == name)
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The entries of one kind."""
+        return [entry for entry in self.ps() if entry["kind"] == kind]
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to one process."""
+        os.kill(self.process(name)["pid"], number)
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Samples of a process's `/metrics`, by series name with labels."""
+        return scrape(self.process(name)["metrics"])
+
+    def wait_ready(self, within_s: float = 60) -> None:
+        """Wait until every process says that it is ready."""
+        wait_for(lambda: all(entry["ready"] for entry in self.ps()), within_s=within_s, what=f"ready: {self.ps()}")
+
+    def logs(self) -> str:
+        """All log files, for a failure's report and for searching what must not be in them."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.state.rglob("*.log")))
+
+    def _kvmesh(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*KVMESH, *arguments, "--state", str(self.state)],
+            env=self.env,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+
+def scrape(address: str) -> dict[str, float]:
+    """Samples of a Prometheus endpoint "host:port", by series name with labels."""
+    with urlopen(f"http://{address.removeprefix('http://').removesuffix('/metrics')}/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+    samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
+
+
+def total(samples: dict[str, float], name: str, **labels: str) -> float:
+    """Sum of the series of one metric whose labels include `labels`."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(
+        value
+        for series, value in samples.items()
+        if re.split(r"[{ ]", series)[0] == name and all(label in series for label in wanted)
+    )
+
+
+@contextmanager
+def running_mesh(state: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Mesh]:
+    """`kvmesh up --detach` with `options`, ready; taken down at the end."""
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("KVMESH_", "OTEL_", "REDIS_"))
+    }
+    mesh = Mesh(state=state, port=free_port(), env={**environment, **(env or {})})
+    up = [*KVMESH, "up", "--detach", "--http-port", str(mesh.port), "--state", str(state), *options]
+    started = subprocess.run(up, env=mesh.env, capture_output=True, text=True, timeout=180, check=False)
+    try:
+        assert started.returncode == 0, f"{started.stdout}\n{started.stderr}\n{mesh.logs()[-4000:]}"
+        yield mesh
+    finally:
+        mesh._kvmesh("down")
