@@ -1,0 +1,89 @@
+"""Names of everything that a mesh keeps in Redis.
+
+Keys that one script touches share a hash tag, so that Redis Cluster keeps them together: `{mesh:registry}` for the
+registry and `{mesh:<shard>}` for the block sets of the locations of one shard.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+NUM_SHARDS = 8
+FORMAT = "v1"
+
+
+def location_key(kind: str, location_id: str) -> str:
+    """How a location is called in keys and messages, such as "worker/w1"."""
+    return f"{kind}/{location_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryKeys:
+    """Keys of the registry."""
+
+    incarnation: str
+    members: str
+    changes: str
+    _tag: str
+
+    def record(self, location: str) -> str:
+        """The leased record of one location."""
+        return f"{self._tag}:{FORMAT}:record:{location}"
+
+    @property
+    def record_prefix(self) -> str:
+        """`record` without the location, for scripts that walk over the members."""
+        return self.record("")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardKeys:
+    """Keys of one shard of the location index."""
+
+    shard: int
+    incarnation: str
+    members: str
+    changes: str
+    _tag: str
+
+    def meta(self, location: str) -> str:
+        """Epoch, sequence number and digest of a location's set."""
+        return f"{self._tag}:{FORMAT}:meta:{location}"
+
+    @property
+    def meta_prefix(self) -> str:
+        """`meta` without the location, for scripts that walk over the members."""
+        return self.meta("")
+
+    def blocks(self, location: str) -> str:
+        """The hash block id -> tier."""
+        return f"{self._tag}:{FORMAT}:blocks:{location}"
+
+    def stage(self, location: str) -> str:
+        """The set of a whole announcement until it is complete."""
+        return f"{self._tag}:{FORMAT}:stage:{location}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """All keys of one mesh."""
+
+    mesh: str = "kvmesh"
+    num_shards: int = NUM_SHARDS
+
+    def registry(self) -> RegistryKeys:
+        """Keys of the registry."""
+        tag = f"{{{self.mesh}:registry}}"
+        base = f"{tag}:{FORMAT}"
+        return RegistryKeys(f"{base}:incarnation", f"{base}:members", f"{base}:changes", tag)
+
+    def shard(self, number: int) -> ShardKeys:
+        """Keys of one shard."""
+        tag = f"{{{self.mesh}:{number}}}"
+        base = f"{tag}:{FORMAT}"
+        return ShardKeys(number, f"{base}:incarnation", f"{base}:members", f"{base}:changes", tag)
+
+    def shard_of(self, location: str) -> ShardKeys:
+        """Keys of the shard that a location belongs to."""
+        return self.shard(zlib.crc32(location.encode()) % self.num_shards)

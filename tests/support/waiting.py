@@ -1,0 +1,13 @@
+"""Waiting for a condition with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+async def eventually(condition: Callable[[], object], timeout_s: float = 5.0, every_s: float = 0.005) -> None:
+    """Return once `condition` is true. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(every_s)
