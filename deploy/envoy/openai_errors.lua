@@ -1,0 +1,57 @@
+-- Gives every HTTP error reply the body of an OpenAI error. Native gRPC replies pass untouched.
+--
+-- The gateway sends the error's JSON as trailing metadata; the transcoder, which has run before this filter on the
+-- way out, has made a header of it. Where it is absent (the gRPC runtime itself refused, or Envoy made the reply) the
+-- body is kept if it has the shape already, and is made from the status otherwise.
+
+local RETRY_AFTER_S = "1"
+
+local MESSAGES = {
+  ["400"] = {"The request is malformed.", "invalid_request_error", "null"},
+  ["404"] = {"There is no such path or model.", "invalid_request_error", "null"},
+  ["408"] = {"The request did not arrive in time.", "timeout_error", "null"},
+  ["413"] = {"The request body is too large.", "invalid_request_error", '"request_too_large"'},
+  ["429"] = {"Too many requests.", "rate_limit_error", '"rate_limit_exceeded"'},
+  ["499"] = {"The request was cancelled.", "cancelled_error", "null"},
+  ["501"] = {"This is not supported.", "invalid_request_error", "null"},
+  ["503"] = {"The service is unavailable; retry shortly.", "overloaded_error", '"service_unavailable"'},
+  ["504"] = {"The deadline of the request has passed.", "timeout_error", '"deadline_exceeded"'},
+}
+
+local function generic_body(status)
+  local known = MESSAGES[status]
+  if not known then
+    if status < "500" then
+      known = {"The request was refused.", "invalid_request_error", "null"}
+    else
+      known = {"The service failed to answer.", "server_error", "null"}
+    end
+  end
+  return string.format('{"error":{"message":"%s","type":"%s","param":null,"code":%s}}', known[1], known[2], known[3])
+end
+
+function envoy_on_response(handle)
+  local headers = handle:headers()
+  local status = headers:get(":status")
+  local content_type = headers:get("content-type") or ""
+  if status < "400" or content_type:find("application/grpc", 1, true) == 1 then
+    return
+  end
+  if (status == "429" or status == "503") and not headers:get("retry-after") then
+    headers:add("retry-after", RETRY_AFTER_S)
+  end
+  local error_json = headers:get("x-openai-error")
+  headers:remove("x-openai-error")
+  headers:remove("grpc-status")
+  headers:remove("grpc-message")
+  local body = handle:body(true)
+  if not error_json then
+    local length = body:length()
+    if length > 0 and body:getBytes(0, math.min(length, 9)) == '{"error":' then
+      return
+    end
+    error_json = generic_body(status)
+  end
+  headers:replace("content-length", tostring(body:setBytes(error_json)))
+  headers:replace("content-type", "application/json")
+end

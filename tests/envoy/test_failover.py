@@ -1,0 +1,70 @@
+"""Gateways that die, drain or are not there at all."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from kvmesh.v1 import inference_pb2, inference_pb2_grpc
+
+from tests.envoy.edge import free_port, running_envoy, serving_gateway
+from tests.envoy.http_client import request
+
+MODELS = "/v1/models"
+
+
+async def test_no_gateway_is_503_with_retry_after(tmp_path: Path) -> None:
+    async with serving_gateway() as gateway, running_envoy(tmp_path, gateway.address) as edge:
+        await gateway.server.stop(0)
+        for _ in range(3):
+            async with request(edge.port, "GET", MODELS) as response:
+                assert response.status == 503
+                assert response.headers["retry-after"] == "1"
+                assert (await response.error())["type"] == "overloaded_error"
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{edge.port}") as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=10)
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert "{" not in (caught.value.details() or "")
+
+
+async def test_no_request_fails_when_one_of_two_gateways_dies(tmp_path: Path) -> None:
+    async with serving_gateway() as stays, serving_gateway() as dies:
+        async with running_envoy(tmp_path, stays.address, dies.address) as edge:
+            await dies.server.stop(0)
+            for _ in range(40):
+                async with request(edge.port, "GET", MODELS) as response:
+                    assert response.status == 200
+            async with asyncio.timeout(5):
+                while await edge.stat("cluster.gateways.membership_healthy") != 1:
+                    await asyncio.sleep(0.05)
+
+
+async def test_a_gateway_that_drains_gets_no_new_work(tmp_path: Path) -> None:
+    async with serving_gateway() as stays, serving_gateway() as drains:
+        async with running_envoy(tmp_path, stays.address, drains.address) as edge:
+            await drains.server.set_ready(False)
+            async with asyncio.timeout(5):
+                while await edge.stat("cluster.gateways.membership_healthy") != 1:
+                    await asyncio.sleep(0.05)
+            for _ in range(10):
+                async with request(edge.port, "POST", "/v1/chat/completions", b"{}") as response:
+                    assert response.status == 200
+            assert (stays.openai.calls, drains.openai.calls) == (10, 0)
+
+
+async def test_a_gateway_that_comes_back_is_used_again(tmp_path: Path) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with serving_gateway(listen) as first, running_envoy(tmp_path, first.address) as edge:
+        await first.server.stop(0)
+        async with request(edge.port, "GET", MODELS) as response:
+            assert response.status == 503
+        async with serving_gateway(listen), asyncio.timeout(10):
+            while True:
+                async with request(edge.port, "GET", MODELS) as response:
+                    if response.status == 200:
+                        return
+                await asyncio.sleep(0.05)

@@ -1,0 +1,185 @@
+"""The OpenAI API through Envoy: transcoding, streaming, errors, limits, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.envoy.edge import Edge, Gateway, running_envoy
+from tests.envoy.http_client import read_head, request
+
+CHAT = "/v1/chat/completions"
+
+
+def script(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+async def test_a_json_answer_passes_with_its_headers(edge: Edge) -> None:
+    async with request(edge.port, "POST", CHAT, script(), {"x-request-id": "mine-1"}) as response:
+        assert response.status == 200
+        assert response.headers["content-type"] == "application/json"
+        assert response.headers["x-request-id"] == "mine-1"
+        assert response.headers["x-kvmesh-worker"] == "worker-0"
+        assert json.loads(await response.body()) == {"length": 2}
+
+
+async def test_a_request_id_is_made_where_none_is_given(edge: Edge, gateway: Gateway) -> None:
+    async with request(edge.port, "POST", CHAT, script()) as response:
+        assert len(response.headers["x-request-id"]) == 36
+        assert gateway.openai.metadata[0]["x-request-id"] == response.headers["x-request-id"]
+
+
+async def test_events_reach_the_client_as_they_are_produced(edge: Edge) -> None:
+    async with request(edge.port, "POST", CHAT, script(events=5, gap_s=0.1)) as response:
+        assert response.headers["content-type"] == "text/event-stream"
+        pieces = [piece async for piece in response.pieces()]
+    assert b"".join(data for _, data in pieces) == b"".join(b"data: %d\n\n" % number for number in range(5))
+    times = [when for when, _ in pieces]
+    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    assert len(pieces) == 5
+    assert all(0.05 < gap < 0.3 for gap in gaps), gaps
+
+
+async def test_small_events_are_not_held_back(edge: Edge) -> None:
+    """Nagle's algorithm with delayed acknowledgements would show as 40 ms."""
+    async with request(edge.port, "POST", CHAT, script(events=1, hold=True)) as response:
+        first = response.pieces()
+        start = time.monotonic()
+        await anext(first)
+        assert time.monotonic() - start < 0.03
+
+
+async def test_a_client_that_goes_away_cancels_the_call(edge: Edge, gateway: Gateway) -> None:
+    async with request(edge.port, "POST", CHAT, script(events=1, hold=True)) as response:
+        await anext(response.pieces())
+    async with asyncio.timeout(2):
+        await gateway.openai.cancelled.wait()
+
+
+async def test_get_routes(edge: Edge) -> None:
+    for path, expected in {
+        "/v1/models": {"object": "list"},
+        "/v1/models/org/name": {"id": "org/name"},
+        "/v1/models/smollm2-135m": {"id": "smollm2-135m"},
+        "/v1/models?unknown=1": {"object": "list"},
+        "/healthz": {"status": "ok"},
+    }.items():
+        async with request(edge.port, "GET", path) as response:
+            assert (response.status, json.loads(await response.body())) == (200, expected), path
+
+
+@pytest.mark.parametrize(
+    ("grpc_status", "http_status"),
+    [
+        ("INVALID_ARGUMENT", 400),
+        ("UNAUTHENTICATED", 401),
+        ("NOT_FOUND", 404),
+        ("RESOURCE_EXHAUSTED", 429),
+        ("INTERNAL", 500),
+        ("UNAVAILABLE", 503),
+        ("DEADLINE_EXCEEDED", 504),
+    ],
+)
+async def test_the_gateways_error_is_the_body(edge: Edge, grpc_status: str, http_status: int) -> None:
+    body = script(fail=grpc_status, error={"message": 'a "quoted" \u00e9 reason', "code": "why"}, retry_after="7")
+    async with request(edge.port, "POST", CHAT, body) as response:
+        assert response.status == http_status
+        assert response.headers["content-type"] == "application/json"
+        assert response.headers["retry-after"] == "7"
+        assert not {"x-openai-error", "grpc-status", "grpc-message"} & set(response.headers)
+        error = await response.error()
+        assert (error["message"], error["code"]) == ('a "quoted" \u00e9 reason', "why")
+
+
+@pytest.mark.parametrize(("grpc_status", "http_status"), [("RESOURCE_EXHAUSTED", 429), ("UNKNOWN", 500)])
+async def test_an_error_without_details_gets_the_shape(edge: Edge, grpc_status: str, http_status: int) -> None:
+    async with request(edge.port, "POST", CHAT, script(fail=grpc_status)) as response:
+        assert response.status == http_status
+        assert ("retry-after" in response.headers) == (http_status == 429)
+        await response.error()
+
+
+async def test_a_unary_methods_error_too(edge: Edge) -> None:
+    async with request(edge.port, "GET", "/v1/models/missing") as response:
+        assert response.status == 404
+        assert (await response.error())["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"),
+        ("GET", "/v1/unknown"),
+        ("GET", CHAT),
+        ("POST", "/kvmesh.v1.OpenAI/ChatCompletions"),
+        ("POST", "/kvmesh.v1.Inference/Generate"),
+        ("POST", "/kvmesh.v1.Router/Describe"),
+    ],
+)
+async def test_unknown_paths_are_404_in_the_shape(edge: Edge, method: str, path: str) -> None:
+    async with request(edge.port, method, path, b"{}" if method == "POST" else b"") as response:
+        assert response.status == 404
+        assert response.headers["content-type"] == "application/json"
+        assert (await response.error())["type"] == "invalid_request_error"
+
+
+async def test_a_body_up_to_the_limit_passes(edge: Edge) -> None:
+    body = script(size=1, filler="x" * (15 * 2**20))
+    async with request(edge.port, "POST", CHAT, body) as response:
+        assert (response.status, json.loads(await response.body())) == (200, {"length": len(body)})
+
+
+async def test_a_body_beyond_it_is_413(edge: Edge, gateway: Gateway) -> None:
+    async with request(edge.port, "POST", CHAT, b"x" * (20 * 2**20)) as response:
+        assert response.status == 413
+        assert (await response.error())["code"] == "request_too_large"
+    assert gateway.openai.calls == 0
+
+
+async def test_bytes_that_are_not_utf8_reach_the_gateway(edge: Edge, gateway: Gateway) -> None:
+    async with request(edge.port, "POST", CHAT, b'\xff\xfe{"\x80') as response:
+        assert response.status == 400
+        assert (await response.error())["message"] == "not JSON"
+    assert gateway.openai.bodies == [b'\xff\xfe{"\x80']
+
+
+async def test_the_mesh_token_does_not_come_in_from_outside(edge: Edge, gateway: Gateway) -> None:
+    async with request(edge.port, "POST", CHAT, script(), {"x-kvmesh-token": "stolen"}) as response:
+        assert response.status == 200
+    assert "x-kvmesh-token" not in gateway.openai.metadata[0]
+
+
+async def test_a_request_that_is_not_http_is_400(edge: Edge) -> None:
+    async with asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", edge.port)
+        writer.write(b"POST /v1/models HTTP/1.1\r\ncontent-length: nonsense\r\nhost: mesh\r\n\r\n")
+        response = await read_head(reader, writer)
+        assert response.status == 400
+        await response.error()
+        writer.close()
+
+
+async def test_a_body_that_never_comes_is_408(gateway: Gateway, tmp_path: Path) -> None:
+    async with running_envoy(tmp_path, gateway.address, body_timeout_s=0.3) as edge, asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", edge.port)
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: mesh\r\ncontent-length: 10\r\n\r\n{{".encode())
+        response = await read_head(reader, writer)
+        assert response.status == 408
+        assert (await response.error())["type"] == "timeout_error"
+        writer.close()
+
+
+async def test_content_stays_out_of_the_access_log(edge: Edge) -> None:
+    async with request(edge.port, "POST", CHAT + "?key=hidden", script(secret="hidden")) as response:
+        await response.body()
+    async with asyncio.timeout(15):
+        while CHAT not in edge.log.read_text():
+            await asyncio.sleep(0.1)
+    entry = json.loads(next(line for line in edge.log.read_text().splitlines() if CHAT in line))
+    assert (entry["path"], entry["status"], entry["event"]) == (CHAT, 200, "http")
+    assert "hidden" not in edge.log.read_text()
