@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.envoy.edge import Edge, Gateway, running_envoy
+from deploy.envoy.settings import Address
+from tests.envoy.edge import Edge, Gateway, free_port, running_envoy
 from tests.envoy.http_client import read_head, request
 
 CHAT = "/v1/chat/completions"
@@ -40,7 +42,7 @@ async def test_events_reach_the_client_as_they_are_produced(edge: Edge) -> None:
         pieces = [piece async for piece in response.pieces()]
     assert b"".join(data for _, data in pieces) == b"".join(b"data: %d\n\n" % number for number in range(5))
     times = [when for when, _ in pieces]
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert len(pieces) == 5
     assert all(0.05 < gap < 0.3 for gap in gaps), gaps
 
@@ -183,3 +185,23 @@ async def test_content_stays_out_of_the_access_log(edge: Edge) -> None:
     entry = json.loads(next(line for line in edge.log.read_text().splitlines() if CHAT in line))
     assert (entry["path"], entry["status"], entry["event"]) == (CHAT, 200, "http")
     assert "hidden" not in edge.log.read_text()
+
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACEPARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
+
+
+async def test_without_a_collector_the_trace_context_passes_as_it_is(edge: Edge, gateway: Gateway) -> None:
+    async with request(edge.port, "POST", CHAT, script(), {"traceparent": TRACEPARENT}) as response:
+        assert response.status == 200
+    assert gateway.openai.metadata[0]["traceparent"] == TRACEPARENT
+
+
+async def test_with_a_collector_envoy_joins_the_trace(gateway: Gateway, tmp_path: Path) -> None:
+    collector = Address("127.0.0.1", free_port())
+    async with running_envoy(tmp_path, gateway.address, otlp=collector) as edge:
+        async with request(edge.port, "POST", CHAT, script(), {"traceparent": TRACEPARENT}) as response:
+            assert response.status == 200
+    _, trace_id, parent_id, flags = gateway.openai.metadata[0]["traceparent"].split("-")
+    assert (trace_id, flags) == (TRACE_ID, "01")
+    assert parent_id != TRACEPARENT.split("-")[2]
