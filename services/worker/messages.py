@@ -197,7 +197,10 @@ class CancelPull(Message, frozen=True):
 
 
 class PushBlocks(Message, frozen=True):
-    """Offer blocks in pool `slots` to the kvstore. `parents[i]` is the parent id of `ids[i]`. Never blocks anybody."""
+    """Offer blocks in pool `slots` to the kvstore. `parents[i]` is the parent id of `ids[i]`. Never blocks anybody.
+
+    starts_chain: ids[0] is the first block of a prompt, its parent a root. Otherwise the kvstore must hold the parent.
+    """
 
     key: int
     ids: bytes
@@ -205,6 +208,7 @@ class PushBlocks(Message, frozen=True):
     slots: list[int]
     owner_digest: bytes
     traceparent: str
+    starts_chain: bool = False
 
 
 class PinnedSlots(Message, frozen=True):
