@@ -1,0 +1,35 @@
+// Addresses in the paged KV pool: block-major, each block [kv_head][layer][k|v][token][head_dim].
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+constexpr int kBlockTokens = 16;
+
+template <class T> struct Pool {
+    T* base;
+    int kv_heads;
+    int layers;
+    int head_dim;
+
+    size_t plane() const { return static_cast<size_t>(kBlockTokens) * head_dim; }
+
+    // The keys of one block, [16][head_dim]; its values follow directly.
+    T* keys(int block, int kv_head, int layer) const {
+        return base + ((static_cast<size_t>(block) * kv_heads + kv_head) * layers + layer) * 2 * plane();
+    }
+};
+
+// The sequences of one step, as in StepInput (services/worker/model/step.py).
+struct Batch {
+    const int32_t* token_ids;
+    const int32_t* positions;
+    const int32_t* query_starts;
+    const int32_t* context_lens;
+    const int32_t* block_tables;
+    const int32_t* logit_rows;
+    int num_tokens;
+    int num_seqs;
+    int table_width;
+    int num_logits;
+};

@@ -1,0 +1,10 @@
+"""RMS normalisation (Zhang and Sennrich, 2019), computed in float32: the specification, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """x float32 [T, width], weight float32 [width]; returns [T, width] in `dtype`."""
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).to(dtype)

@@ -1,0 +1,24 @@
+"""What a runner needs of a decoder: one forward pass over a checked batch. Two implementations, one meaning.
+
+`NativeLlama` runs the compiled kernels; `TorchLlama` is the same arithmetic in plain torch, for machines without a
+compiler and as the reference in tests.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kernels.batch import PagedBatch
+
+
+class Decoder(Protocol):
+    """One model over one KV pool. Not thread-safe: one forward at a time."""
+
+    @property
+    def backend(self) -> str:
+        """Which arithmetic runs, for logs; replicas with the same backend agree to the last bit."""
+
+    def forward(self, batch: PagedBatch, num_threads: int) -> torch.Tensor:
+        """Write the KV of the batch's tokens to the pool; float32 logits [L, vocab_size] of its logit_rows."""

@@ -1,0 +1,56 @@
+"""The identity of a model as executed: equal digests mean interchangeable KV blocks (up to the instruction set's rounding).
+
+Covers the bytes of the weight files, the compute dtype, the configuration, the rotary frequencies and the served context
+length. Parts are tagged and length-prefixed, so no two different lists of parts hash the same text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from services.worker.model.config import ModelConfig
+from services.worker.model.layout import KvDtype
+from services.worker.model.rope import inverse_frequencies
+
+DIGEST_BYTES = 16
+# What is computed from the same weights; raised when a change to the forward pass changes keys or values by design.
+EXECUTION_VERSION = 1
+
+
+def model_digest(config: ModelConfig, *, weights: bytes, dtype: KvDtype, served_context: int) -> bytes:
+    """16 bytes. `weights`: from digest_files."""
+    frequencies: list[float] = inverse_frequencies(config).tolist()
+    parts = (
+        ("execution", str(EXECUTION_VERSION).encode()),
+        ("weights", weights),
+        ("dtype", dtype.encode()),
+        ("config", repr(sorted(asdict(config).items())).encode()),
+        ("rotary", repr(frequencies).encode()),
+        ("context", str(served_context).encode()),
+    )
+    return _digest_parts(parts)
+
+
+def digest_files(files: Sequence[Path]) -> bytes:
+    """16 bytes over the contents of the files in their order; about 1 GB/s on each of several threads."""
+    with ThreadPoolExecutor() as pool:
+        return _digest_parts(("file", digest) for digest in pool.map(_digest_file, files))
+
+
+def _digest_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()
+
+
+def _digest_parts(parts: Iterable[tuple[str, bytes]]) -> bytes:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for tag, part in parts:
+        for piece in (tag.encode(), part):
+            digest.update(len(piece).to_bytes(8, "little") + piece)
+    return digest.digest()
+
+

@@ -1,0 +1,20 @@
+"""Errors of loading a model.
+
+ModelError
+├── UnsupportedModel   the model needs something that is not implemented; the message names it
+└── InvalidWeights     a tensor is missing, has another shape, or a file is not what it claims to be
+"""
+
+from __future__ import annotations
+
+
+class ModelError(Exception):
+    """A model cannot be loaded; the message is one line for the operator."""
+
+
+class UnsupportedModel(ModelError):
+    """The model asks for an architecture or a feature that is not implemented."""
+
+
+class InvalidWeights(ModelError):
+    """The weights do not fit the configuration."""

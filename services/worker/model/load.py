@@ -1,0 +1,107 @@
+"""From a path to a runner: read the configuration and weights, pick the arithmetic, view the pool.
+
+A path is a Hugging Face folder (config.json and safetensors) or a GGUF file. Whoever makes the pool first asks
+`open_model` and `kv_layout` how large a block is; neither reads weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from kernels.cpu.build import BuildError
+from services.worker.model.config import ModelConfig
+from services.worker.model.decoder import Decoder
+from services.worker.model.digest import digest_files, model_digest
+from services.worker.model.errors import InvalidWeights, UnsupportedModel
+from services.worker.model.gguf_config import parse_gguf_config
+from services.worker.model.gguf_file import read_gguf
+from services.worker.model.gguf_source import GgufSource
+from services.worker.model.hf_config import read_hf_config
+from services.worker.model.kv_pool import TORCH_DTYPES, KvPool, PoolBuffer
+from services.worker.model.layout import KvDtype, KvLayout
+from services.worker.model.native_llama import NativeLlama
+from services.worker.model.runner import CpuRunner, RunnerSpec
+from services.worker.model.safetensors_source import SafetensorsSource
+from services.worker.model.torch_llama import TorchLlama
+from services.worker.model.weights import LlamaWeights, TensorSource, load_weights
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """An opened model: its configuration, where its tensors come from and which files those are."""
+
+    config: ModelConfig
+    source: TensorSource
+    files: list[Path]
+    weight_format: str
+
+
+def open_model(path: Path) -> ModelFiles:
+    """Open a folder or a GGUF file without reading weights. Raises UnsupportedModel or InvalidWeights."""
+    if path.is_dir():
+        config, source = read_hf_config(path), SafetensorsSource(path)
+        return ModelFiles(config, source, source.files, "safetensors")
+    if not path.is_file():
+        raise InvalidWeights(f"{path.name}: no such model folder or GGUF file")
+    file = read_gguf(path)
+    config = parse_gguf_config(file)
+    return ModelFiles(config, GgufSource(file, config), [path], "gguf")
+
+
+def kv_layout(config: ModelConfig, dtype: KvDtype) -> KvLayout:
+    """The pool layout of a model; KV has the compute dtype."""
+    return KvLayout(config.num_kv_heads, config.num_layers, config.head_dim, dtype)
+
+
+def load_runner(
+    path: Path,
+    *,
+    dtype: KvDtype = "bfloat16",
+    pool_buffer: PoolBuffer,
+    num_threads: int | None = None,
+    served_context: int | None = None,
+    compiled: bool = True,
+) -> CpuRunner:
+    """Load a model over a pool that the caller owns.
+
+    dtype: of weights, activations and KV. pool_buffer: writable, kept alive by the runner. num_threads: None follows
+    torch. served_context: tokens, at most the model's own maximum, which is the default. compiled: use the compiled
+    kernels where they can be had. Raises UnsupportedModel, InvalidWeights, or ValueError for the pool.
+    """
+    model = open_model(path)
+    config = model.config
+    context = config.max_positions if served_context is None else served_context
+    if not 0 < context <= config.max_positions:
+        raise UnsupportedModel(f"served context {context}: the model has 1 to {config.max_positions} positions")
+    pool = KvPool.from_buffer(pool_buffer, kv_layout(config, dtype))
+    digest = model_digest(config, weights=digest_files(model.files), dtype=dtype, served_context=context)
+    decoder = _decoder(config, load_weights(model.source, config, TORCH_DTYPES[dtype]), pool, context, compiled)
+    spec = RunnerSpec(
+        config=config,
+        layout=pool.layout,
+        digest=digest,
+        dtype=dtype,
+        vocab_size=config.vocab_size,
+        eos_ids=config.eos_ids,
+        max_context=context,
+        num_blocks=pool.num_blocks,
+        weight_format=model.weight_format,
+        backend=decoder.backend,
+    )
+    log.info("model loaded", backend=spec.backend, dtype=dtype, context=context, blocks=spec.num_blocks)
+    return CpuRunner(spec, decoder, num_threads)
+
+
+def _decoder(config: ModelConfig, weights: LlamaWeights, pool: KvPool, context: int, compiled: bool) -> Decoder:
+    if compiled:
+        try:
+            return NativeLlama(config, weights, pool, context)
+        except (BuildError, OSError) as error:
+            log.warning("compiled kernels unavailable, falling back to plain torch", reason=str(error))
+    return TorchLlama(config, weights, pool, context)

@@ -1,0 +1,31 @@
+"""Inverse frequencies of the rotary embedding, with the scalings that long-context models use."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from services.worker.model.config import ModelConfig, RopeScaling
+
+
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """float32 [head_dim / 2]: radians a position turns each pair of elements."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    plain = 1.0 / (config.rope_theta**exponents)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "factors":
+        return plain / torch.tensor(scaling.frequency_divisors)
+    return _llama3(plain, scaling)
+
+
+def _llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Wavelengths above original / low_freq_factor are stretched, those below original / high_freq_factor kept."""
+    turns = scaling.original_max_positions * plain / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return keep * plain + (1.0 - keep) * plain / scaling.factor

