@@ -41,7 +41,10 @@ class HolderRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(Message, frozen=True):
-    """Admit one attempt. `key` is unique for the life of the worker and names it in every later message."""
+    """Admit one attempt. `key` is unique for the life of the worker and names it in every later message.
+
+    deadline_s: seconds left, from sending. Without block_root and prompt_block_ids nothing of it is cached.
+    """
 
     key: int
     request_id: str
@@ -67,6 +70,12 @@ class Abort(Message, frozen=True):
     key: int
 
 
+class Configure(Message, frozen=True):
+    """The front's first message: the key of block ids, which must not be seen in a command line."""
+
+    block_key: bytes
+
+
 class DrainEngine(Message, frozen=True):
     """Admit nothing more."""
 
@@ -84,6 +93,7 @@ class EngineReady(Message, frozen=True):
     block_bytes: int
     prefill_tokens_per_s: float
     decode_step_s: float
+    num_kv_heads: int
 
 
 class EngineFailed(Message, frozen=True):
@@ -121,7 +131,7 @@ class PositionLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChoiceOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one choice; finish is "" (goes on), "stop" or "length"."""
+    """New tokens of one choice, a stop token included; finish is "" (goes on), "stop" or "length"."""
 
     key: int
     choice: int
@@ -179,7 +189,10 @@ class BlockChanges(Message, frozen=True):
 
 
 class PullBlocks(Message, frozen=True):
-    """Fetch blocks `ids` into pool `slots` (same length, prefix order) from `runs`, whose indices are into `ids`."""
+    """Fetch blocks `ids` into pool `slots` (same length, prefix order) from `runs`, whose indices are into `ids`.
+
+    deadline_s: seconds that the pull may take, from sending.
+    """
 
     key: int
     request_id: str
@@ -252,7 +265,10 @@ class Unpin(Message, frozen=True):
 
 
 class PushTarget(Message, frozen=True):
-    """The kvstore node to push to; empty location_id: none is alive."""
+    """The kvstore node to push to; empty location_id: none is alive.
+
+    To the mover, and to the engine, which pushes nothing without one and offers blocks anew to another.
+    """
 
     location_id: str
     epoch: int
@@ -280,10 +296,10 @@ class MoverCounters(Message, frozen=True):
     served_blocks: int
 
 
-ToEngine = Submit | Abort | DrainEngine | PullDone | PushDone | PinBlocks | Unpin
+FromFrontToEngine = Configure | Submit | Abort | DrainEngine | PushTarget
+FromMoverToEngine = PullDone | PushDone | PinBlocks | Unpin
 FromEngineToFront = (
     EngineReady | EngineFailed | AdmittedRequest | StaleRequest | RequestFailed | StepOutput | EngineLoad | BlockChanges
 )
 FromEngineToMover = PullBlocks | CancelPull | PushBlocks | PinnedSlots
-FromMoverToEngine = PullDone | PushDone | PinBlocks | Unpin
 FromMoverToFront = MoverReady | MoverCounters

@@ -1,0 +1,63 @@
+"""Which requests a replica could ever serve. Pure; what it cannot serve is refused before it holds anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.blocks import BLOCK_TOKENS
+from services.worker.errors import Refused
+from services.worker.messages import Sampling
+from services.worker.sequence import Request, blocks_for
+
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of the scheduler.
+
+    max_queue_s: prefill time that may wait beyond what can run at once.
+    """
+
+    max_context: int
+    vocab_size: int
+    max_running: int = 32
+    max_queue_s: float = 0.2
+    prefix_cache: bool = True
+
+
+def check_request(request: Request, limits: SchedulerLimits, num_blocks: int) -> None:
+    """Raise Refused (INVALID_ARGUMENT) for a request that does not fit the model, the context or the pool."""
+    num_prompt = len(request.prompt)
+    total = num_prompt + request.max_tokens
+    if num_prompt == 0 or request.max_tokens < 1 or request.num_choices < 1:
+        raise _invalid("prompt, max_tokens and num_choices must not be empty or zero")
+    if request.num_choices > limits.max_running:
+        raise _invalid(f"num_choices={request.num_choices} is above {limits.max_running}")
+    if total > limits.max_context:
+        raise _invalid(
+            f"{num_prompt} prompt and {request.max_tokens} output tokens exceed a context of {limits.max_context}"
+        )
+    if blocks_for(total) > num_blocks:
+        raise _invalid(f"{total} tokens exceed the KV cache of {num_blocks} blocks")
+    if int(request.prompt.min()) < 0 or int(request.prompt.max()) >= limits.vocab_size:
+        raise _invalid(f"a prompt token is outside the vocabulary of {limits.vocab_size}")
+    if request.is_cacheable and len(request.prompt_ids) != num_prompt // BLOCK_TOKENS:
+        raise _invalid("prompt_block_ids does not match the prompt's full blocks")
+    _check_sampling(request.sampling, limits.vocab_size)
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """What would break a step shared with others; the gateway has checked the ranges."""
+    if any(not 0 <= token < vocab_size for token in sampling.logit_bias):
+        raise _invalid(f"a logit_bias token is outside the vocabulary of {vocab_size}")
+    if (sampling.num_logprobs or 0) > MAX_TOP_LOGPROBS:
+        raise _invalid(f"num_logprobs is above {MAX_TOP_LOGPROBS}")
+    if not (0 <= sampling.temperature <= 100 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
+        raise _invalid("temperature, top_p or min_p is out of range")
+    if sampling.repetition_penalty <= 0:
+        raise _invalid("repetition_penalty must be above 0")
+
+
+def _invalid(detail: str) -> Refused:
+    return Refused("INVALID_ARGUMENT", detail)

@@ -1,0 +1,289 @@
+"""The engine without its model and sockets: messages in, messages out, and between them steps to run. Pure.
+
+The owner hands in messages (`handle`), takes a step (`schedule`), runs it and hands its result back (`commit` or
+`fail_step`), and sends what has gathered in `to_front` and `to_mover`. Time is an argument, in seconds of any one clock.
+Every request handed in gets exactly one terminal message: StaleRequest, RequestFailed or its RequestUsage; an aborted
+one gets none, its sender having gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from services.common.blocks import BLOCK_TOKENS, BlockId, join_ids, split_ids
+from services.worker.admission import SchedulerLimits
+from services.worker.block_pool import BlockPool
+from services.worker.draws import DrawRow, Draws
+from services.worker.errors import QueueFull, Refused
+from services.worker.messages import (
+    Abort,
+    AdmittedRequest,
+    BlockChanges,
+    ChoiceOutput,
+    DrainEngine,
+    EngineLoad,
+    Message,
+    PinBlocks,
+    PullDone,
+    PushDone,
+    PushTarget,
+    RequestFailed,
+    RequestUsage,
+    StaleRequest,
+    StepOutput,
+    Submit,
+    Unpin,
+)
+from services.worker.rates import Rates
+from services.worker.scheduler import Advance, Chunk, Scheduler
+from services.worker.sequence import Request, Status
+from services.worker.transfers import TransferLimits, Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLimits:
+    """Bounds of the engine. A step's tokens are at most step_token_budget and what fits target_step_s."""
+
+    scheduler: SchedulerLimits
+    transfers: TransferLimits = field(default_factory=TransferLimits)
+    step_token_budget: int = 512
+    target_step_s: float = 0.2
+
+
+class EngineCore:
+    """Scheduler, pool and transfers of one replica behind messages."""
+
+    def __init__(self, limits: CoreLimits, num_blocks: int, block_key: bytes, rates: Rates) -> None:
+        self.to_front: list[Message] = []
+        self.to_mover: list[Message] = []
+        # Set at admissions and finishes; the owner sends a load and clears it.
+        self.load_changed = False
+        self.rates = rates
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(limits.scheduler, self.pool, block_key)
+        # Transfers may not take so many slots that nothing else runs.
+        transfers = replace(
+            limits.transfers,
+            max_push_blocks=min(limits.transfers.max_push_blocks, num_blocks // 4),
+            max_served_blocks=min(limits.transfers.max_served_blocks, num_blocks // 4),
+        )
+        self.transfers = Transfers(transfers, self.pool)
+        self._limits = limits
+        self._progress = 0
+        self._draining = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is here and the mover holds nothing."""
+        return not self.scheduler.requests and self.transfers.is_idle
+
+    def handle(self, message: Message, now: float) -> None:
+        """Take in one message of the front or the mover."""
+        match message:
+            case Submit():
+                self._submit(message, now)
+            case Abort(key=key):
+                self._remove(key)
+            case DrainEngine():
+                self._draining = True
+            case PushTarget(location_id=location_id):
+                self.transfers.set_push_target(exists=bool(location_id))
+            case PullDone():
+                self._finish_pull(message, now)
+            case PushDone(key=key, accepted=accepted):
+                self.transfers.finish_push(key, accepted)
+            case PinBlocks():
+                self.to_mover.append(self.transfers.pin(message))
+            case Unpin(key=key):
+                self.transfers.unpin(key)
+        self._announce()
+
+    def fail_request(self, key: int, code: str, detail: str) -> None:
+        """End a request with an error; nothing when it is not here."""
+        if self._remove(key):
+            self.to_front.append(RequestFailed(key, code, detail))
+
+    def expire(self, now: float) -> None:
+        """End the requests whose deadline has passed."""
+        late = [request.key for request in self.scheduler.requests.values() if request.deadline_s <= now]
+        for key in late:
+            self.fail_request(key, "DEADLINE_EXCEEDED", "the deadline passed while the request was served")
+
+    def schedule(self, now: float) -> list[Chunk]:
+        """What to compute next; empty when there is nothing."""
+        budget = self.rates.token_budget(self._limits.step_token_budget, self._limits.target_step_s)
+        return self.scheduler.schedule(budget, now)
+
+    @staticmethod
+    def draw_rows(chunks: Sequence[Chunk]) -> list[DrawRow]:
+        """How to draw the tokens of a step, one row for each chunk that draws."""
+        return [
+            DrawRow(s.request.sampling, s.choice, s.num_tokens, s.request.prompt, s.tokens[s.num_prompt : s.num_tokens])
+            for s in (chunk.sequence for chunk in chunks if chunk.draws)
+        ]
+
+    def commit(self, chunks: Sequence[Chunk], draws: Draws, step_s: float, now: float) -> None:
+        """Take in the result of a step that took `step_s`; row i of `draws` is of the i-th chunk that draws."""
+        drawing = [chunk for chunk in chunks if chunk.draws]
+        for chunk, token in zip(drawing, draws.tokens, strict=True):
+            if token is None:
+                self.fail_request(chunk.sequence.request.key, "INTERNAL", "the model's output is not a number")
+        tokens = iter(draws.tokens)
+        advances = self.scheduler.commit(chunks, [next(tokens) if c.draws else None for c in chunks], now)
+        logprobs = {id(c.sequence): p for c, p in zip(drawing, draws.logprobs, strict=True) if p is not None}
+        choices: list[ChoiceOutput] = []
+        completed: list[RequestUsage] = []
+        for advance in advances:
+            self._offer(advance)
+            if advance.token is None:
+                continue
+            sequence = advance.sequence
+            logprob = logprobs.get(id(sequence))
+            choices.append(
+                ChoiceOutput(
+                    sequence.request.key,
+                    sequence.choice,
+                    [advance.token],
+                    [] if logprob is None else [logprob],
+                    advance.finish,
+                )
+            )
+            if advance.finish and self.scheduler.finish(sequence):
+                completed.append(_usage(sequence.request))
+        if choices:
+            self.to_front.append(StepOutput(choices, completed))
+        self.load_changed |= bool(completed)
+        self._observe(chunks, step_s)
+        self._announce()
+
+    def fail_step(self, chunks: Sequence[Chunk], detail: str) -> None:
+        """A step could not be run: end the requests in it. Its blocks were never made reusable."""
+        for key in {chunk.sequence.request.key for chunk in chunks}:
+            self.fail_request(key, "INTERNAL", detail)
+        self._announce()
+
+    def load(self) -> EngineLoad:
+        """The present load; each call counts as progress of the loop."""
+        self._progress += 1
+        pool, rates, requests = self.pool.statistics, self.rates, self.scheduler.requests.values()
+        running = sum(any(s.status is Status.RUNNING for s in request.sequences) for request in requests)
+        return EngineLoad(
+            progress=self._progress,
+            running_requests=running,
+            waiting_requests=len(requests) - running,
+            queued_prefill_tokens=self.scheduler.queued_prefill_tokens,
+            decoding_sequences=self.scheduler.num_decoding,
+            free_blocks=pool.available,
+            cached_blocks=pool.cached,
+            referenced_blocks=pool.referenced,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
+            decode_step_s=rates.decode_step_s,
+            preemptions=self.scheduler.preemptions,
+            kvstore_pull_bytes_per_s=rates.kvstore_pull_bytes_per_s,
+            peer_pull_bytes_per_s=rates.peer_pull_bytes_per_s,
+            pushes_dropped=self.transfers.pushes_dropped,
+        )
+
+    def _submit(self, message: Submit, now: float) -> None:
+        try:
+            if self._draining:
+                raise Refused("UNAVAILABLE", "the worker is draining")
+            if message.deadline_s <= 0:
+                raise Refused("DEADLINE_EXCEEDED", "the deadline passed before the request arrived")
+            request = _request(message, now)
+            hits = self.scheduler.admit(request, self.rates.prefill_tokens_per_s)
+        except Refused as refusal:
+            self.to_front.append(RequestFailed(message.key, refusal.code, refusal.detail))
+            return
+        except QueueFull:
+            self.to_front.append(StaleRequest(message.key))
+            return
+        pull = None
+        if request.pull_plan and self._limits.scheduler.prefix_cache:
+            pull = self.transfers.start_pull(request, hits, now, reserve=self.scheduler.num_running)
+        planned = hits + (len(pull.slots) if pull else 0)
+        self.to_front.append(AdmittedRequest(message.key, planned * BLOCK_TOKENS))
+        self.load_changed = True
+        if pull is None:
+            self.scheduler.enqueue(request)
+        else:
+            self.to_mover.append(pull)
+
+    def _finish_pull(self, done: PullDone, now: float) -> None:
+        request, runs = self.transfers.finish_pull(done, now)
+        self.rates.observe_pull(runs, done.bytes_per_s)
+        if request is not None:
+            self.scheduler.enqueue(request)
+
+    def _remove(self, key: int) -> bool:
+        if self.scheduler.remove(key) is None:
+            return False
+        cancel = self.transfers.cancel_pull(key)
+        if cancel is not None:
+            self.to_mover.append(cancel)
+        self.load_changed = True
+        return True
+
+    def _offer(self, advance: Advance) -> None:
+        if advance.completed_slot is not None:
+            push = self.transfers.offer(advance.sequence.request, advance.completed_slot)
+            if push is not None:
+                self.to_mover.append(push)
+
+    def _observe(self, chunks: Sequence[Chunk], step_s: float) -> None:
+        decode_rows = sum(chunk.length == 1 for chunk in chunks)
+        prefill_tokens = sum(chunk.length for chunk in chunks) - decode_rows
+        self.rates.observe_step(prefill_tokens=prefill_tokens, decode_rows=decode_rows, step_s=step_s)
+
+    def _announce(self) -> None:
+        adds, removes = self.pool.take_changes()
+        if adds or removes:
+            self.transfers.forget_pushed(removes)
+            self.to_front.append(BlockChanges(join_ids(adds), join_ids(removes)))
+
+
+def _request(message: Submit, now: float) -> Request:
+    """The request of a message; ids that are no whole ids refuse it."""
+    try:
+        prompt_ids = split_ids(message.prompt_block_ids)
+        prompt = np.frombuffer(message.prompt, dtype="<u4").astype(np.int32)
+    except ValueError as error:
+        raise Refused("INVALID_ARGUMENT", str(error)) from None
+    return Request(
+        key=message.key,
+        request_id=message.request_id,
+        prompt=prompt,
+        block_root=BlockId(message.block_root),
+        prompt_ids=prompt_ids if message.block_root else [],
+        owner_digest=message.owner_digest,
+        sampling=message.sampling,
+        num_choices=message.num_choices,
+        max_tokens=message.max_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        pull_plan=message.pull_plan,
+        priority=message.priority,
+        expected_local_blocks=message.expected_local_blocks,
+        arrival_s=now,
+        deadline_s=now + message.deadline_s,
+        traceparent=message.traceparent,
+    )
+
+
+def _usage(request: Request) -> RequestUsage:
+    first_step_s = request.first_step_s if request.first_step_s is not None else request.arrival_s
+    cached = request.cached_tokens
+    return RequestUsage(
+        key=request.key,
+        prompt_tokens=len(request.prompt),
+        output_tokens=request.output_tokens,
+        cached_local=cached.get("local", 0),
+        cached_peer=cached.get("peer", 0),
+        cached_ram=cached.get("ram", 0),
+        cached_ssd=cached.get("ssd", 0),
+        queue_s=max(0.0, first_step_s - request.arrival_s - request.pull_s),
+        pull_s=request.pull_s,
+        prefill_s=max(0.0, request.prefill_end_s - first_step_s),
+    )

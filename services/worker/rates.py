@@ -1,0 +1,48 @@
+"""Speeds learned from what has run: prefill, decode and pulls. Pure arithmetic on observed figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.worker.messages import HolderRun
+
+# Weight of the newest observation: a change of speed shows within ten steps, one slow step moves it by a fifth.
+_WEIGHT = 0.2
+# Steps with fewer prefill tokens say little about the speed of prefill.
+_MIN_PREFILL_TOKENS = 64
+_MIN_STEP_TOKENS = 16
+
+
+class Rates:
+    """Exponentially weighted means, started with the self-benchmark's figures."""
+
+    def __init__(self, prefill_tokens_per_s: float, decode_step_s: float) -> None:
+        self.prefill_tokens_per_s = prefill_tokens_per_s
+        self.decode_step_s = decode_step_s
+        self.kvstore_pull_bytes_per_s = 0.0
+        self.peer_pull_bytes_per_s = 0.0
+
+    def observe_step(self, *, prefill_tokens: int, decode_rows: int, step_s: float) -> None:
+        """One step that has run. Decode rows in it cost about what prefill tokens do."""
+        if prefill_tokens >= _MIN_PREFILL_TOKENS:
+            rate = (prefill_tokens + decode_rows) / max(step_s, 1e-6)
+            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, rate)
+        elif not prefill_tokens and decode_rows:
+            self.decode_step_s = _mean(self.decode_step_s, step_s)
+
+    def observe_pull(self, runs: Sequence[HolderRun], bytes_per_s: float) -> None:
+        """One pull that brought something."""
+        if not runs or bytes_per_s <= 0:
+            return
+        if runs[0].kind == "kvstore":
+            self.kvstore_pull_bytes_per_s = _mean(self.kvstore_pull_bytes_per_s, bytes_per_s)
+        else:
+            self.peer_pull_bytes_per_s = _mean(self.peer_pull_bytes_per_s, bytes_per_s)
+
+    def token_budget(self, most: int, target_step_s: float) -> int:
+        """Tokens of a step that is to take `target_step_s`, at most `most`."""
+        return max(_MIN_STEP_TOKENS, min(most, int(self.prefill_tokens_per_s * target_step_s)))
+
+
+def _mean(old: float, new: float) -> float:
+    return old + _WEIGHT * (new - old) if old else new

@@ -1,0 +1,274 @@
+"""The scheduler: what the next step computes, and what its result means. Pure: no clock, no torch, no sockets.
+
+One mechanism: each step spends a token budget on bringing `num_computed` of sequences up to `num_tokens`. Decoding
+sequences come first, one token each, so that a long prompt does not stall them; then chunks of running prefills; then
+waiting sequences, which start with the blocks that the pool has already. When blocks run out the sequence that came
+last by (priority, arrival) gives up its blocks and waits; it resumes by recomputation, mostly from cached blocks.
+
+Invariants: only RUNNING sequences hold slots. A running sequence has slots for every known token except, while it
+decodes, perhaps the last. The first running sequence is never preempted for another, so work always ends.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.blocks import BLOCK_TOKENS, BlockId, next_block_id
+from services.worker.admission import SchedulerLimits, check_request
+from services.worker.block_pool import BlockPool
+from services.worker.errors import QueueFull, Refused
+from services.worker.sequence import Request, Sequence, Status, blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part of a step: compute tokens start..start + length of a sequence, and draw the next one if that is all."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    draws: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What a step did to a sequence: the token drawn ("" goes on, "stop", "length"), the last block made reusable."""
+
+    sequence: Sequence
+    token: int | None
+    finish: str
+    completed_slot: int | None
+
+
+class Scheduler:
+    """Holds every admitted request until it has finished or is removed."""
+
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool, block_key: bytes) -> None:
+        self.requests: dict[int, Request] = {}
+        self.preemptions = 0
+        self._limits = limits
+        self._pool = pool
+        self._block_key = block_key
+        # Both in (priority, arrival) order.
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._arrivals = 0
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold slots."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are ready to be scheduled and hold nothing."""
+        return len(self._waiting)
+
+    @property
+    def num_decoding(self) -> int:
+        """Running sequences whose next step is one token."""
+        return sum(sequence.num_missing == 1 for sequence in self._running)
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Tokens admitted and not computed, known prefix hits of those that wait left out; pulls are not counted."""
+        prefills = sum(s.num_missing for s in self._running if s.num_missing > 1)
+        return prefills + sum(self._expected_tokens(s) for s in self._waiting)
+
+    def admit(self, request: Request, prefill_tokens_per_s: float) -> int:
+        """Give `request` its place, with sequences that do not wait yet (`enqueue`).
+
+        Returns the leading prompt blocks that the pool has. Raises Refused when it could never be served and
+        QueueFull when the queue is too long for it; nothing is kept of it then.
+        """
+        if request.key in self.requests:
+            raise Refused("ALREADY_EXISTS", "this attempt is being served already")
+        check_request(request, self._limits, self._pool.num_blocks)
+        hits = len(self._pool.match(request.prompt_ids[: request.max_hit_blocks])) if self._limits.prefix_cache else 0
+        self._check_queue(request, hits, prefill_tokens_per_s)
+        self._arrivals += 1
+        request.sequences = [Sequence(request, choice, self._arrivals) for choice in range(request.num_choices)]
+        for sequence in request.sequences:
+            sequence.status = Status.PULLING
+        self.requests[request.key] = request
+        return hits
+
+    def enqueue(self, request: Request) -> None:
+        """Let the sequences of an admitted request be scheduled."""
+        for sequence in request.sequences:
+            sequence.status = Status.WAITING
+            bisect.insort(self._waiting, sequence, key=_order)
+
+    def remove(self, key: int) -> Request | None:
+        """Forget a request and release all its sequences hold; None when it is not here. Idempotent."""
+        request = self.requests.pop(key, None)
+        if request is not None:
+            for sequence in request.sequences:
+                self._end(sequence)
+        return request
+
+    def schedule(self, token_budget: int, now: float) -> list[Chunk]:
+        """The next step's chunks; empty when nothing can be computed. Decoding sequences may exceed the budget."""
+        chunks: list[Chunk] = []
+        for sequence in tuple(self._running):
+            if sequence.status is Status.RUNNING and sequence.num_missing == 1 and self._ensure_slot(sequence):
+                chunks.append(Chunk(sequence, sequence.num_computed, 1, draws=True))
+        budget = token_budget - len(chunks)
+        for sequence in self._prefills(now):
+            if budget <= 0:
+                break
+            length = min(sequence.num_missing, budget)
+            budget -= length
+            chunks.append(Chunk(sequence, sequence.num_computed, length, draws=length == sequence.num_missing))
+        return chunks
+
+    def commit(self, chunks: Items[Chunk], tokens: Items[int | None], now: float) -> list[Advance]:
+        """Take in a step that has run; `tokens[i]` is what chunk i drew, None where it draws nothing."""
+        return [
+            self._advance(chunk, token, now)
+            for chunk, token in zip(chunks, tokens, strict=True)
+            if chunk.sequence.status is Status.RUNNING
+        ]
+
+    def _check_queue(self, request: Request, hits: int, prefill_tokens_per_s: float) -> None:
+        """Work that waits is bounded; so is work the decision did not know of. An idle worker takes anything."""
+        if not self.requests:
+            return
+        admitted = sum(len(other.sequences) for other in self.requests.values())
+        unstarted = [s for other in self.requests.values() for s in other.sequences if s.status is not Status.RUNNING]
+        claimed = sum(blocks_for(s.num_tokens) for s in unstarted if s.status is not Status.FINISHED)
+        needed = blocks_for(len(request.prompt)) - hits + claimed
+        excess = max(0, request.expected_local_blocks - hits) * BLOCK_TOKENS
+        if admitted + request.num_choices > self._limits.max_running or needed > self._pool.num_available:
+            excess += len(request.prompt) - hits * BLOCK_TOKENS + sum(self._expected_tokens(s) for s in self._waiting)
+        if excess > self._limits.max_queue_s * prefill_tokens_per_s:
+            raise QueueFull
+
+    def _expected_tokens(self, sequence: Sequence) -> int:
+        """Tokens that a waiting sequence will have computed: siblings of a leader hit its blocks."""
+        if not self._limits.prefix_cache:
+            return sequence.num_missing
+        hits = len(self._pool.match(self._hit_ids(sequence)))
+        if sequence.choice and not sequence.request.prefilled:
+            hits = len(self._hit_ids(sequence))
+        return sequence.num_missing - hits * BLOCK_TOKENS
+
+    def _hit_ids(self, sequence: Sequence) -> list[BlockId]:
+        return sequence.block_ids[: (sequence.num_tokens - 1) // BLOCK_TOKENS]
+
+    def _prefills(self, now: float) -> Iterator[Sequence]:
+        """Running prefills, then waiting sequences as they start, while there is room."""
+        yield from [s for s in self._running if s.num_missing > 1]
+        while len(self._running) < self._limits.max_running:
+            index = next((i for i, s in enumerate(self._waiting) if not s.choice or s.request.prefilled), None)
+            if index is None or not self._start(self._waiting[index], now):
+                # Nobody overtakes a sequence that lacks blocks, or it might wait for ever.
+                return
+            sequence = self._waiting.pop(index)
+            bisect.insort(self._running, sequence, key=_order)
+            yield sequence
+
+    def _start(self, sequence: Sequence, now: float) -> bool:
+        """Take hits and slots for all known tokens; False, and nothing taken, when blocks are missing."""
+        pool, request = self._pool, sequence.request
+        hits = pool.match(self._hit_ids(sequence)) if self._limits.prefix_cache else []
+        needed = blocks_for(sequence.num_tokens) - len(hits)
+        # Running sequences need a block each before long: starting without a reserve would preempt at once.
+        if needed + len(self._running) > pool.num_available - pool.count_unreferenced(hits):
+            return False
+        pool.hold(hits)
+        fresh = pool.allocate(needed)
+        assert fresh is not None
+        sequence.use_slots(hits + fresh)
+        sequence.num_computed = len(hits) * BLOCK_TOKENS
+        sequence.num_registered = len(hits)
+        sequence.status = Status.RUNNING
+        if request.first_step_s is None:
+            request.first_step_s = now
+            for index in range(len(hits)):
+                tier = request.pulled_tiers.get(index, "local")
+                request.cached_tokens[tier] = request.cached_tokens.get(tier, 0) + BLOCK_TOKENS
+        return True
+
+    def _ensure_slot(self, sequence: Sequence) -> bool:
+        """A slot for the last known token, preempting those that came later; False when it must wait."""
+        if len(sequence.slots) * BLOCK_TOKENS >= sequence.num_tokens:
+            return True
+        while (slots := self._pool.allocate(1)) is None:
+            victim = self._running[-1]
+            if victim is sequence and len(self._running) == 1:
+                # Only transfers hold the rest, and they end by their deadlines.
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.use_slots(slots)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self._running.remove(sequence)
+        self._pool.release(sequence.drop_slots())
+        sequence.status = Status.WAITING
+        bisect.insort(self._waiting, sequence, key=_order)
+
+    def _advance(self, chunk: Chunk, token: int | None, now: float) -> Advance:
+        sequence, request = chunk.sequence, chunk.sequence.request
+        sequence.num_computed = chunk.start + chunk.length
+        completed_slot = self._register_full_blocks(sequence)
+        if sequence.num_computed >= sequence.num_prompt and not request.prefilled:
+            request.prefilled = True
+            request.prefill_end_s = now
+        if token is None:
+            return Advance(sequence, None, "", completed_slot)
+        sequence.tokens[sequence.num_tokens] = token
+        sequence.num_tokens += 1
+        request.output_tokens += 1
+        finish = ""
+        if token in request.stop_token_ids:
+            finish = "stop"
+        elif sequence.num_output >= request.max_tokens:
+            finish = "length"
+        return Advance(sequence, token, finish, completed_slot)
+
+    def finish(self, sequence: Sequence) -> bool:
+        """End a choice; True when it was the last of its request, which is forgotten then."""
+        self._end(sequence)
+        if not sequence.request.is_finished:
+            return False
+        del self.requests[sequence.request.key]
+        return True
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+            self._pool.release(sequence.drop_slots())
+        elif sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+
+    def _register_full_blocks(self, sequence: Sequence) -> int | None:
+        """Make newly computed full blocks reusable; the slot of the last one, None when there is none."""
+        if not (self._limits.prefix_cache and sequence.request.is_cacheable):
+            return None
+        first, end = sequence.num_registered, sequence.num_computed // BLOCK_TOKENS
+        for index in range(first, end):
+            parent_id = sequence.block_ids[index - 1] if index else sequence.request.block_root
+            if index == len(sequence.block_ids):
+                tokens = sequence.tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS].astype(np.uint32)
+                sequence.block_ids.append(next_block_id(self._block_key, parent_id, tokens))
+            parent = sequence.slots[index - 1] if index else None
+            slot = self._pool.register(sequence.slots[index], sequence.block_ids[index], parent)
+            if slot != sequence.slots[index]:
+                sequence.replace_slot(index, slot)
+        sequence.num_registered = end
+        return sequence.slots[end - 1] if end > first else None
+
+
+def _order(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.order

@@ -1,0 +1,149 @@
+"""Requests and sequences: plain state of what is being served. Only the scheduler changes it.
+
+A sequence is one choice of a request. It has tokens known (prompt and output) and tokens computed (KV in the pool);
+each step brings the second up to the first, and a token is drawn when they meet. Preemption sets computed back to zero
+and nothing else, so that a resumed sequence still knows which tokens are prompt and which are output.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from services.common.blocks import BLOCK_TOKENS, BlockId
+from services.worker.messages import HolderRun, Sampling
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class Status(enum.Enum):
+    """Where a sequence is. Only RUNNING sequences hold slots."""
+
+    PULLING = enum.auto()
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One attempt of a request, times in seconds of the caller's clock.
+
+    prompt_ids: ids of the prompt's full blocks; empty together with block_root when nothing of it may be cached.
+    """
+
+    key: int
+    request_id: str
+    prompt: Int32Array
+    block_root: BlockId
+    prompt_ids: list[BlockId]
+    owner_digest: bytes
+    sampling: Sampling
+    num_choices: int
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    pull_plan: list[HolderRun]
+    priority: int
+    expected_local_blocks: int
+    arrival_s: float
+    deadline_s: float
+    traceparent: str = ""
+    sequences: list[Sequence] = field(default_factory=list)
+    # Tier of the prompt blocks that a pull brought, by block index.
+    pulled_tiers: dict[int, str] = field(default_factory=dict)
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    prefilled: bool = False
+    pull_s: float = 0.0
+    first_step_s: float | None = None
+    prefill_end_s: float = 0.0
+    output_tokens: int = 0
+
+    @property
+    def is_cacheable(self) -> bool:
+        """Whether its blocks have ids."""
+        return bool(self.block_root)
+
+    @property
+    def max_hit_blocks(self) -> int:
+        """Most prompt blocks worth having: the last prompt token is always computed, for its logits."""
+        return min(len(self.prompt_ids), (len(self.prompt) - 1) // BLOCK_TOKENS)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(sequence.status is Status.FINISHED for sequence in self.sequences)
+
+
+class Sequence:
+    """One choice. `tokens[:num_tokens]` are known, the KV of `tokens[:num_computed]` is in `slots`."""
+
+    __slots__ = (
+        "block_ids",
+        "choice",
+        "num_computed",
+        "num_registered",
+        "num_tokens",
+        "order",
+        "request",
+        "slots",
+        "status",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, choice: int, order: int) -> None:
+        prompt = request.prompt
+        self.request = request
+        self.choice = choice
+        self.order = (request.priority, order, choice)
+        self.tokens = np.empty(len(prompt) + request.max_tokens, dtype=np.int32)
+        self.tokens[: len(prompt)] = prompt
+        self.num_tokens = len(prompt)
+        self.num_computed = 0
+        self.num_registered = 0
+        self.block_ids = list(request.prompt_ids)
+        self.slots: list[int] = []
+        # `slots` as the runner wants them.
+        self.table = np.full(blocks_for(len(self.tokens)), -1, dtype=np.int32)
+        self.status = Status.WAITING
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far."""
+        return self.num_tokens - len(self.request.prompt)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens known and not computed; 1 while decoding."""
+        return self.num_tokens - self.num_computed
+
+    def use_slots(self, slots: list[int]) -> None:
+        """Append `slots` to the block table."""
+        start = len(self.slots)
+        self.slots += slots
+        self.table[start : start + len(slots)] = slots
+
+    def replace_slot(self, index: int, slot: int) -> None:
+        """Use another slot, with the same content, for block `index`."""
+        self.slots[index] = slot
+        self.table[index] = slot
+
+    def drop_slots(self) -> list[int]:
+        """Forget the KV; returns the slots to release."""
+        slots, self.slots = self.slots, []
+        self.table[: len(slots)] = -1
+        self.num_computed = self.num_registered = 0
+        return slots

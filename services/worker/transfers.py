@@ -1,0 +1,215 @@
+"""Blocks that the mover reads or writes: pulls, pushes and pins. Pure; every slot here is held until the mover's word.
+
+Pull: slots are allocated for the planned blocks and given back when PullDone comes, the arrived ones registered first,
+so that the scheduler finds them as ordinary prefix hits. Push: write-behind of completed blocks, bounded by
+`max_push_blocks` pinned; a block goes only after its parent or together with it. Pin: a remote puller reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.blocks import BlockId, join_ids, split_ids
+from services.worker.block_pool import BlockPool
+from services.worker.messages import CancelPull, HolderRun, PinBlocks, PinnedSlots, PullBlocks, PullDone, PushBlocks
+from services.worker.sequence import Request
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """Bounds: wait for a pull, blocks pinned for pushes, blocks pinned for remote pullers."""
+
+    max_pull_s: float = 5.0
+    max_push_blocks: int = 256
+    max_served_blocks: int = 1024
+
+
+@dataclass(slots=True)
+class _Pull:
+    request: Request | None
+    held: list[int]
+    slots: list[int]
+    ids: list[BlockId]
+    runs: list[HolderRun]
+    started_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    slots: list[int]
+    ids: list[BlockId]
+    generation: int
+
+
+class Transfers:
+    """Everything in flight between the pool and the mover."""
+
+    def __init__(self, limits: TransferLimits, pool: BlockPool) -> None:
+        self.pushes_dropped = 0
+        self._limits = limits
+        self._pool = pool
+        self._pulls: dict[int, _Pull] = {}
+        self._pushes: dict[int, _Push] = {}
+        self._pins: dict[int, list[int]] = {}
+        # Blocks of this pool that the kvstore node has or is being offered.
+        self._pushed: set[BlockId] = set()
+        self._push_keys = 0
+        self._num_push_blocks = 0
+        self._num_served_blocks = 0
+        # Counts push targets; 0: there has been none.
+        self._generation = 0
+        self._has_target = False
+
+    @property
+    def num_pulling(self) -> int:
+        """Pulls in flight, those of removed requests included."""
+        return len(self._pulls)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the mover holds no slot."""
+        return not (self._pulls or self._pushes or self._pins)
+
+    def start_pull(self, request: Request, hits: int, now: float, reserve: int) -> PullBlocks | None:
+        """Begin the part of the request's plan that follows its `hits` local blocks; None when there is none.
+
+        Leaves at least `reserve` slots available.
+        """
+        held = self._pool.match(request.prompt_ids[:hits])
+        room = self._pool.num_available - self._pool.count_unreferenced(held) - reserve
+        runs = _runs_after(request.pull_plan, hits, min(request.max_hit_blocks, hits + room))
+        count = sum(run.num_blocks for run in runs)
+        if not count or request.key in self._pulls:
+            return None
+        self._pool.hold(held)
+        slots = self._pool.allocate(count)
+        assert slots is not None
+        ids = request.prompt_ids[hits : hits + count]
+        self._pulls[request.key] = _Pull(request, held, slots, ids, runs, now)
+        deadline_s = min(self._limits.max_pull_s, request.deadline_s - now)
+        return PullBlocks(request.key, request.request_id, join_ids(ids), slots, runs, deadline_s, request.traceparent)
+
+    def cancel_pull(self, key: int) -> CancelPull | None:
+        """The request of a pull is gone; its slots stay held until PullDone. None when it pulls nothing."""
+        pull = self._pulls.get(key)
+        if pull is None or pull.request is None:
+            return None
+        pull.request = None
+        return CancelPull(key)
+
+    def finish_pull(self, done: PullDone, now: float) -> tuple[Request | None, list[HolderRun]]:
+        """Register what arrived and give all slots back. Returns the request, if it still waits, and the sources."""
+        pull = self._pulls.pop(done.key, None)
+        if pull is None:
+            return None, []
+        parent = pull.held[-1] if pull.held else None
+        arrived = min(done.num_blocks, len(pull.slots), len(done.tiers))
+        for index in range(arrived):
+            parent = pull.slots[index] = self._pool.register(pull.slots[index], pull.ids[index], parent)
+            if done.tiers[index] != "peer":
+                self._pushed.add(pull.ids[index])
+        self._pool.release(pull.held + pull.slots)
+        if pull.request is not None:
+            pull.request.pull_s = now - pull.started_s
+            first = len(pull.held)
+            pull.request.pulled_tiers = {first + i: done.tiers[i] for i in range(arrived)}
+        return pull.request, pull.runs
+
+    def set_push_target(self, *, exists: bool) -> None:
+        """Another kvstore node, or none: what was pushed is not known to be there."""
+        self._has_target = exists
+        self._generation += 1
+        self._pushed.clear()
+
+    def offer(self, request: Request, slot: int) -> PushBlocks | None:
+        """Push the registered block in `slot` and its ancestors that were not pushed, as far as the bound allows."""
+        if not self._has_target:
+            return None
+        missing = self._unpushed_chain(slot)
+        room = max(0, self._limits.max_push_blocks - self._num_push_blocks)
+        self.pushes_dropped += max(0, len(missing) - room)
+        slots = missing[:room]
+        if not slots:
+            return None
+        ids = self._ids(slots)
+        before = self._pool.parent_of(slots[0])
+        parents = [*(self._ids([before]) if before is not None else [request.block_root]), *ids[:-1]]
+        self._pool.hold(slots)
+        self._num_push_blocks += len(slots)
+        self._pushed.update(ids)
+        self._push_keys += 1
+        self._pushes[self._push_keys] = _Push(slots, ids, self._generation)
+        joined, joined_parents = join_ids(ids), join_ids(parents)
+        return PushBlocks(
+            self._push_keys, joined, joined_parents, slots, request.owner_digest, request.traceparent, before is None
+        )
+
+    def finish_push(self, key: int, accepted: int) -> None:
+        """Give the slots of a push back; blocks that were not accepted may be pushed again with a descendant."""
+        push = self._pushes.pop(key, None)
+        if push is None:
+            return
+        self._num_push_blocks -= len(push.slots)
+        if push.generation == self._generation:
+            self._pushed.difference_update(push.ids[accepted:])
+        self._pool.release(push.slots)
+
+    def forget_pushed(self, removed: Sequence[BlockId]) -> None:
+        """Blocks left the pool; the memory of pushes is bounded by what the pool holds."""
+        self._pushed.difference_update(removed)
+
+    def pin(self, wanted: PinBlocks) -> PinnedSlots:
+        """Hold the leading wanted blocks that are here, as far as the bound allows."""
+        room = max(0, self._limits.max_served_blocks - self._num_served_blocks)
+        slots = [] if wanted.key in self._pins else self._pool.match(split_ids(wanted.ids))[:room]
+        if slots:
+            self._pool.hold(slots)
+            self._num_served_blocks += len(slots)
+            self._pins[wanted.key] = slots
+        return PinnedSlots(wanted.key, slots)
+
+    def unpin(self, key: int) -> None:
+        """The remote puller has read."""
+        slots = self._pins.pop(key, [])
+        self._num_served_blocks -= len(slots)
+        self._pool.release(slots)
+
+    def _unpushed_chain(self, slot: int) -> list[int]:
+        chain: list[int] = []
+        step: int | None = slot
+        while step is not None and self._pool.id_of(step) not in self._pushed:
+            chain.append(step)
+            step = self._pool.parent_of(step)
+        chain.reverse()
+        return chain
+
+    def _ids(self, slots: Sequence[int]) -> list[BlockId]:
+        ids = [block_id for slot in slots if (block_id := self._pool.id_of(slot)) is not None]
+        assert len(ids) == len(slots), "only registered blocks are pushed"
+        return ids
+
+
+def _runs_after(plan: Sequence[HolderRun], first: int, end: int) -> list[HolderRun]:
+    """The gapless part of `plan` over blocks first..end, indices relative to `first`."""
+    runs: list[HolderRun] = []
+    position = first
+    for run in plan:
+        stop = min(run.first_block + run.num_blocks, end)
+        if run.first_block > position:
+            break
+        if stop <= position:
+            continue
+        runs.append(
+            HolderRun(
+                run.kind,
+                run.location_id,
+                run.epoch,
+                run.pull_address,
+                run.grpc_address,
+                position - first,
+                stop - position,
+            )
+        )
+        position = stop
+    return runs
