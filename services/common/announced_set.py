@@ -36,12 +36,13 @@ class AnnouncedSet:
     def __init__(self) -> None:
         self._entries: dict[BlockId, int] = {}
         self._dirty: dict[BlockId, None] = {}
+        # The whole set that is being announced, from the position staged_at on.
         self._staging: list[BlockId] | None = None
-        self._gone = 0
         self._staged_at = 0
+        self._stage_anew = True
+        self._gone = 0
         self._count = 0
         self._xor = 0
-        self.announce_all()
 
     def __len__(self) -> int:
         """Blocks held now."""
@@ -50,7 +51,7 @@ class AnnouncedSet:
     @property
     def pending(self) -> bool:
         """Whether the index lacks something."""
-        return self._staging is not None or bool(self._dirty)
+        return self._stage_anew or self._staging is not None or bool(self._dirty)
 
     @property
     def digest(self) -> tuple[int, int]:
@@ -88,24 +89,31 @@ class AnnouncedSet:
     def clear(self) -> None:
         """Nothing is held any more."""
         self._entries.clear()
+        self._dirty.clear()
         self._gone = 0
         self.announce_all()
 
     def announce_all(self) -> None:
         """Announce the whole set anew, as after the index has lost it."""
+        self._stage_anew = True
+
+    def next_batch(self) -> Batch | None:
+        """The next announcement; counts as announced from now on. None when the index knows everything."""
+        if self._stage_anew:
+            self._begin_staging()
+        if self._staging is not None:
+            return self._next_staged(self._staging)
+        return self._next_change() if self._dirty else None
+
+    def _begin_staging(self) -> None:
         self._entries = {id_: entry & _TIER for id_, entry in self._entries.items() if not entry & _GONE}
         self._gone = 0
         self._dirty.clear()
         self._staging = list(self._entries)
         self._staged_at = 0
+        self._stage_anew = False
         self._count = 0
         self._xor = 0
-
-    def next_batch(self) -> Batch | None:
-        """The next announcement; counts as announced from now on. None when the index knows everything."""
-        if self._staging is not None:
-            return self._next_staged(self._staging)
-        return self._next_change() if self._dirty else None
 
     def _next_staged(self, staging: list[BlockId]) -> Batch:
         kind = Kind.STAGED if self._staged_at else Kind.STAGED | Kind.BEGIN

@@ -13,7 +13,7 @@ from services.common import registry
 from services.common.redis_client import RedisClient, connect_redis
 from services.common.registry import LocationRecord, Registrar, RegistryChange, RegistryWatcher, new_epoch
 from tests.support.valkey import Valkey
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, eventually_async
 
 
 def record(name: str = "w1", **changes: object) -> LocationRecord:
@@ -118,9 +118,7 @@ async def test_redis_coming_back_empty_drops_nobody_and_holders_register_again(
         valkey.restart(empty=True)
     probe = connect_redis(valkey.url)
     members = watcher._keys.members
-    async with asyncio.timeout(5):
-        while not await probe.scard(members):
-            await asyncio.sleep(0.01)
+    await eventually_async(lambda: probe.scard(members))
     await probe.aclose()
     assert watcher.records
     assert not any(change.gone for change in changes)

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 5.0, every_s: float = 0.005) -> None:
     """Return once `condition` is true. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while not condition():
+            await asyncio.sleep(every_s)
+
+
+async def eventually_async(
+    condition: Callable[[], Awaitable[object]], timeout_s: float = 5.0, every_s: float = 0.01
+) -> None:
+    """The same for a condition that must be awaited."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
             await asyncio.sleep(every_s)

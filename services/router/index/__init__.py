@@ -1,0 +1,1 @@
+"""The router's replica of the location index: which location holds which leading blocks of a prompt."""
