@@ -10,6 +10,7 @@ from services.worker.messages import Sampling
 from services.worker.sequence import Request, blocks_for
 
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ def check_request(request: Request, limits: SchedulerLimits, num_blocks: int) ->
     total = num_prompt + request.max_tokens
     if num_prompt == 0 or request.max_tokens < 1 or request.num_choices < 1:
         raise _invalid("prompt, max_tokens and num_choices must not be empty or zero")
-    if request.num_choices > limits.max_running:
-        raise _invalid(f"num_choices={request.num_choices} is above {limits.max_running}")
+    if request.num_choices > MAX_CHOICES:
+        raise _invalid(f"num_choices={request.num_choices} is above {MAX_CHOICES}")
     if total > limits.max_context:
         raise _invalid(
             f"{num_prompt} prompt and {request.max_tokens} output tokens exceed a context of {limits.max_context}"

@@ -97,7 +97,7 @@ class BlockPool:
             heapq.heapify(self._leaves)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` slots with one reference each, evicting as needed; None, and nothing changed, if there are too few."""
+        """`count` slots with one reference each, evicting as needed; None, and nothing changed, if too few."""
         if count > self.num_available:
             return None
         while len(self._free) < count:

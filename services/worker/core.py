@@ -1,7 +1,7 @@
 """The engine without its model and sockets: messages in, messages out, and between them steps to run. Pure.
 
 The owner hands in messages (`handle`), takes a step (`schedule`), runs it and hands its result back (`commit` or
-`fail_step`), and sends what has gathered in `to_front` and `to_mover`. Time is an argument, in seconds of any one clock.
+`fail_step`), and sends what has gathered in `to_front` and `to_mover`. Time is an argument: seconds of any one clock.
 Every request handed in gets exactly one terminal message: StaleRequest, RequestFailed or its RequestUsage; an aborted
 one gets none, its sender having gone.
 """

@@ -22,17 +22,21 @@ from services.worker.messages import PositionLogprob, Sampling
 MIN_LOGPROB = -9999.0
 # Candidates looked at before a row is sorted whole; a partial selection of 256 takes a twentieth of the time of a sort.
 _CANDIDATES = 256
+# Below this a draw is greedy; logits divided by less would overflow.
+_MIN_TEMPERATURE = 1e-5
 _DRAW = struct.Struct("<QIQ")
 
 
 def draw_tokens(logits: torch.Tensor, rows: Sequence[DrawRow]) -> Draws:
     """Draw from float32 logits [len(rows), vocab_size], which are left as they are."""
+    if not rows:
+        return Draws([], [])
     adjusted = _adjust(logits, rows)
     # NumPy's argmax takes a sixth of torch's time; both return the first of equal maxima.
     tokens: list[int] = np.argmax(adjusted.numpy(), axis=1).tolist()
     # A NaN or an infinity anywhere in a row is what argmax finds.
     valid = torch.isfinite(adjusted[torch.arange(len(rows)), torch.tensor(tokens)]).tolist()
-    stochastic = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
+    stochastic = [i for i, row in enumerate(rows) if row.sampling.temperature >= _MIN_TEMPERATURE]
     if stochastic:
         picked = adjusted if len(stochastic) == len(rows) else adjusted[stochastic]
         for i, token in zip(stochastic, _draw(picked, [rows[i] for i in stochastic]), strict=True):

@@ -61,12 +61,19 @@ def torch_f32(model_path: Path) -> Iterator[CpuRunner]:
 def reference(model_path: Path) -> torch.nn.Module:
     """transformers' own reading of the GGUF file, in float32: independent of this package's loader."""
     import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = transformers.LlamaForCausalLM.from_pretrained(
-            model_path.parent, gguf_file=model_path.name, dtype=torch.float32, local_files_only=True
-        )
+        config = transformers.LlamaConfig(**load_gguf_checkpoint(str(model_path))["config"])
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config)
+        tensors = load_gguf_checkpoint(str(model_path), return_tensors=True, model_to_load=model)["tensors"]
+        model = transformers.LlamaForCausalLM(config)
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert missing == ["lm_head.weight"]
+    assert not unexpected
+    model.tie_weights()
     return model.eval()
 
 

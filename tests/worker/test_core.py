@@ -1,0 +1,300 @@
+"""Random lives of the engine's core against its invariants.
+
+Whatever is admitted, aborted, preempted, pulled, pushed, pinned, expired or crashed, in any order: the output is that of
+the reference, nothing that the mover holds is overwritten, each request ends in one terminal message, no slot leaks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from services.common.blocks import BLOCK_TOKENS, BlockId, chain_block_ids, split_ids
+from services.worker.admission import SchedulerLimits
+from services.worker.core import CoreLimits, EngineCore
+from services.worker.engine.batch import StepBuilder
+from services.worker.messages import (
+    Abort,
+    AdmittedRequest,
+    BlockChanges,
+    CancelPull,
+    HolderRun,
+    PinBlocks,
+    PinnedSlots,
+    PullBlocks,
+    PullDone,
+    PushBlocks,
+    PushDone,
+    PushTarget,
+    RequestFailed,
+    Sampling,
+    StaleRequest,
+    StepOutput,
+    Submit,
+    Unpin,
+)
+from services.worker.rates import Rates
+from services.worker.sampler import draw_tokens
+from services.worker.transfers import TransferLimits
+from tests.worker.toy import VOCAB, ToyRunner, expected_tokens, prefix_entries
+
+KEY = b"k" * 32
+ROOT = BlockId(b"r" * 16)
+NUM_BLOCKS = 24
+CONTEXT = 256
+
+
+def submit(key: int, prompt: list[int], max_tokens: int, **changes: object) -> Submit:
+    fields: dict[str, object] = {
+        "request_id": f"r{key}",
+        "attempt": 1,
+        "block_root": bytes(ROOT),
+        "prompt_block_ids": b"".join(chain_block_ids(KEY, ROOT, prompt)),
+        "owner_digest": b"o" * 16,
+        "sampling": Sampling(temperature=0.0),
+        "num_choices": 1,
+        "stop_token_ids": [],
+        "pull_plan": [],
+        "priority": 1,
+        "expected_local_blocks": 0,
+        "deadline_s": 1000.0,
+        "traceparent": "",
+    }
+    fields |= changes
+    return Submit(key=key, prompt=np.array(prompt, dtype="<u4").tobytes(), max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+def make_core(num_blocks: int = NUM_BLOCKS, *, budget: int = 40, max_running: int = 5, cache: bool = True) -> EngineCore:
+    limits = CoreLimits(
+        SchedulerLimits(CONTEXT, VOCAB, max_running=max_running, max_queue_s=0.5, prefix_cache=cache),
+        TransferLimits(max_push_blocks=6, max_served_blocks=6),
+        step_token_budget=budget,
+        target_step_s=1.0,
+    )
+    return EngineCore(limits, num_blocks, KEY, Rates(1000.0, 0.01))
+
+
+class CoreMachine(RuleBasedStateMachine):
+    @initialize(budget=st.sampled_from([16, 23, 200]), cache=st.booleans())
+    def start(self, budget: int, cache: bool) -> None:
+        self.core = make_core(budget=budget, cache=cache)
+        self.runner = ToyRunner(NUM_BLOCKS)
+        self.builder = StepBuilder()
+        self.now = 0.0
+        self.keys = 0
+        self.prompts: dict[int, tuple[list[int], int, int]] = {}
+        self.outputs: dict[tuple[int, int], list[int]] = {}
+        self.terminal: dict[int, int] = {}
+        self.aborted: set[int] = set()
+        self.pulls: dict[int, PullBlocks] = {}
+        self.pushes: dict[int, PushBlocks] = {}
+        self.pins: dict[int, list[int]] = {}
+        self.pinned_ids: dict[int, list[BlockId]] = {}
+        self.texts: dict[BlockId, list[int]] = {}
+        self.announced: set[BlockId] = set()
+
+    @rule(
+        shared=st.integers(0, 2),
+        length=st.integers(1, 120),
+        tail=st.integers(0, 3),
+        max_tokens=st.integers(1, 60),
+        choices=st.sampled_from([1, 1, 1, 2, 3]),
+        plan=st.booleans(),
+        priority=st.integers(0, 3),
+        deadline_s=st.sampled_from([1000.0, 1000.0, 3.0, 0.0]),
+    )
+    def submit(
+        self,
+        shared: int,
+        length: int,
+        tail: int,
+        max_tokens: int,
+        choices: int,
+        plan: bool,
+        priority: int,
+        deadline_s: float,
+    ) -> None:
+        self.keys += 1
+        prompt = [(i * (shared + 3)) % VOCAB for i in range(length)] + [tail] * tail
+        for index, block_id in enumerate(chain_block_ids(KEY, ROOT, prompt)):
+            self.texts[block_id] = prompt[: (index + 1) * BLOCK_TOKENS]
+        runs = [HolderRun("kvstore", "n", 1, "a", "b", 0, 3), HolderRun("worker", "w", 1, "a", "b", 3, 4)]
+        self.prompts[self.keys] = (prompt, max_tokens, choices)
+        self._handle(
+            submit(
+                self.keys,
+                prompt,
+                max_tokens,
+                num_choices=choices,
+                pull_plan=runs if plan else [],
+                priority=priority,
+                deadline_s=deadline_s,
+            )
+        )
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step()
+
+    @rule()
+    def crash_step(self) -> None:
+        chunks = self.core.schedule(self.now)
+        if chunks:
+            self.core.fail_step(chunks, "crash")
+        self._collect()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.keys:
+            key = data.draw(st.integers(1, self.keys))
+            if key not in self.terminal:
+                self.aborted.add(key)
+            self._handle(Abort(key))
+            assert key not in self.core.scheduler.requests
+
+    @rule(data=st.data())
+    def finish_pull(self, data: st.DataObject) -> None:
+        if self.pulls:
+            pull = self.pulls.pop(data.draw(st.sampled_from(sorted(self.pulls))))
+            self._arrive(pull, data.draw(st.integers(0, len(pull.slots))))
+
+    @rule(data=st.data())
+    def finish_push(self, data: st.DataObject) -> None:
+        if self.pushes:
+            push = self.pushes.pop(data.draw(st.sampled_from(sorted(self.pushes))))
+            self._check_content(push.slots, split_ids(push.ids))
+            self._handle(PushDone(push.key, data.draw(st.integers(0, len(push.slots)))))
+
+    @rule(exists=st.booleans())
+    def push_target(self, exists: bool) -> None:
+        self._handle(PushTarget("node" if exists else "", 1, "a", "b"))
+
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        if self.texts:
+            last = data.draw(st.sampled_from(sorted(self.texts)))
+            ids = chain_block_ids(KEY, ROOT, self.texts[last])
+            first = data.draw(st.integers(0, len(ids) - 1))
+            self.keys += 1
+            self.pinned_ids[self.keys] = ids[first:]
+            self._handle(PinBlocks(self.keys, b"".join(ids[first:])))
+
+    @rule()
+    def unpin(self) -> None:
+        if self.pins:
+            key, slots = self.pins.popitem()
+            self._check_content(slots, self.pinned_ids[key])
+            self._handle(Unpin(key))
+
+    @rule(seconds=st.sampled_from([0.5, 2.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.now += seconds
+        self.core.expire(self.now)
+        self._collect()
+
+    @invariant()
+    def is_consistent(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.core.pool.check()
+        held = {slot for slot, block_id in enumerate(self._ids()) if block_id is not None}
+        assert self.announced == {self._ids()[slot] for slot in held}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for _ in range(3000):
+            if self.core.is_idle:
+                break
+            for pull in list(self.pulls.values()):
+                self._arrive(self.pulls.pop(pull.key), len(pull.slots))
+            for push in list(self.pushes):
+                self._handle(PushDone(self.pushes.pop(push).key, 0))
+            for key in list(self.pins):
+                self.pins.pop(key)
+                self._handle(Unpin(key))
+            self._step()
+        assert self.core.is_idle, "work does not end"
+        self.core.pool.check()
+        assert self.core.pool.statistics.referenced == 0
+        for key, (prompt, max_tokens, choices) in self.prompts.items():
+            assert self.terminal.get(key, 0) == (key not in self.aborted), key
+            for choice in range(choices):
+                output = self.outputs.get((key, choice), [])
+                assert output == expected_tokens(tuple(prompt), max_tokens)[: len(output)]
+
+    def _ids(self) -> list[BlockId | None]:
+        return [self.core.pool.id_of(slot) for slot in range(NUM_BLOCKS)]
+
+    def _handle(self, message: object) -> None:
+        self.core.handle(message, self.now)  # type: ignore[arg-type]
+        self._collect()
+
+    def _step(self) -> None:
+        self.now += 0.01
+        chunks = self.core.schedule(self.now)
+        if not chunks:
+            return
+        for chunk in chunks:
+            tokens = chunk.sequence.tokens[: chunk.sequence.num_tokens].tolist()
+            for index, block_id in enumerate(chain_block_ids(KEY, ROOT, tokens)):
+                self.texts[block_id] = tokens[: (index + 1) * BLOCK_TOKENS]
+        written = {chunk.sequence.slots[p // 16] for chunk in chunks for p in range(chunk.start, chunk.start + chunk.length)}
+        busy = [*self.pins.values(), *(p.slots for p in self.pulls.values()), *(p.slots for p in self.pushes.values())]
+        assert not written & {slot for slots in busy for slot in slots}
+        self.runner.submit(self.builder.build(chunks))
+        draws = draw_tokens(self.runner.collect(), EngineCore.draw_rows(chunks))
+        self.core.commit(chunks, draws, 0.01, self.now)
+        self._collect()
+
+    def _arrive(self, pull: PullBlocks, count: int) -> None:
+        for slot, block_id in list(zip(pull.slots, split_ids(pull.ids), strict=True))[:count]:
+            self.runner.kv[slot] = prefix_entries(self.texts[block_id])[-BLOCK_TOKENS:]
+        self._handle(PullDone(pull.key, count, ["ram"] * count, 1e6 * count, ""))
+
+    def _check_content(self, slots: list[int], ids: list[BlockId]) -> None:
+        for slot, block_id in zip(slots, ids, strict=False):
+            assert self.runner.kv[slot].tolist() == prefix_entries(self.texts[block_id])[-BLOCK_TOKENS:]
+
+    def _collect(self) -> None:
+        for message in self.core.to_front:
+            match message:
+                case RequestFailed(key=key) | StaleRequest(key=key):
+                    self.terminal[key] = self.terminal.get(key, 0) + 1
+                case AdmittedRequest(key=key):
+                    assert key not in self.terminal
+                case StepOutput(choices=choices, completed=completed):
+                    for output in choices:
+                        assert output.key not in self.terminal
+                        assert output.key not in self.aborted
+                        self.outputs.setdefault((output.key, output.choice), []).extend(output.token_ids)
+                    for usage in completed:
+                        self.terminal[usage.key] = self.terminal.get(usage.key, 0) + 1
+                        prompt, max_tokens, choices_wanted = self.prompts[usage.key]
+                        assert usage.output_tokens == max_tokens * choices_wanted
+                        assert usage.prompt_tokens == len(prompt)
+                        assert usage.cached_local + usage.cached_ram < len(prompt)
+                case BlockChanges(adds=adds, removes=removes):
+                    self.announced -= set(split_ids(removes))
+                    self.announced |= set(split_ids(adds))
+        for message in self.core.to_mover:
+            match message:
+                case PullBlocks():
+                    self.pulls[message.key] = message
+                case PushBlocks():
+                    self.pushes[message.key] = message
+                case PinnedSlots(key=key, slots=slots) if slots:
+                    self.pins[key] = slots
+                case CancelPull(key=key):
+                    assert key in self.pulls
+        self.core.to_front.clear()
+        self.core.to_mover.clear()
+
+
+TestCore = CoreMachine.TestCase
+TestCore.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,136 @@
+"""The sampler against a plain reference, its independence of batch mates, and its distribution."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.draws import DrawRow
+from services.worker.messages import Sampling
+from services.worker.sampler import MIN_LOGPROB, draw_tokens, uniform
+
+EMPTY = np.array([], dtype=np.int32)
+
+
+def row(
+    sampling: Sampling, position: int = 0, prompt: list[int] | None = None, output: list[int] | None = None
+) -> DrawRow:
+    return DrawRow(
+        sampling, 0, position, np.array(prompt or [], dtype=np.int32), np.array(output or [], dtype=np.int32)
+    )
+
+
+def reference(logits: torch.Tensor, draw: DrawRow) -> int:
+    """One token by the definition, in plain Python and double precision."""
+    s = draw.sampling
+    values = [float(v) for v in logits.double()]
+    for token in set(draw.prompt.tolist()) | set(draw.output.tolist()):
+        values[token] = (
+            values[token] / s.repetition_penalty if values[token] > 0 else values[token] * s.repetition_penalty
+        )
+    for token in draw.output.tolist():
+        values[token] -= s.frequency_penalty
+    for token in set(draw.output.tolist()):
+        values[token] -= s.presence_penalty
+    for token, bias in s.logit_bias.items():
+        values[token] += bias
+    if s.temperature == 0:
+        return max(range(len(values)), key=lambda i: (values[i], -i))
+    values = [v / s.temperature for v in values]
+    kept = sorted(range(len(values)), key=lambda i: -values[i])[: s.top_k or len(values)]
+    weights = {i: math.exp(values[i] - values[kept[0]]) for i in kept}
+    total, reached, nucleus = sum(weights.values()), 0.0, []
+    for i in kept:
+        nucleus.append(i)
+        reached += weights[i]
+        if reached >= s.top_p * total:
+            break
+    nucleus = [i for i in nucleus if weights[i] >= s.min_p]
+    target = uniform(s.seed, draw.choice, draw.position) * sum(weights[i] for i in nucleus)
+    for i in sorted(nucleus):
+        target -= weights[i]
+        if target < 0:
+            return i
+    return max(nucleus)
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 0.9, 0.37, 0.01]),
+    top_k=st.sampled_from([0, 1, 5, 300, 100_000]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+    seed=st.integers(0, 2**64 - 1),
+    presence_penalty=st.sampled_from([0.0, 1.5, -0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.7]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    logit_bias=st.dictionaries(st.integers(0, 599), st.floats(-5, 5, width=32), max_size=3),
+    num_logprobs=st.sampled_from([None, 0, 3]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(samplings, min_size=1, max_size=6), st.integers(0, 2**31), st.sampled_from([0.3, 3.0]))
+def test_equals_the_reference_and_ignores_batch_mates(chosen: list[Sampling], seed: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(chosen), 600, generator=generator) * spread
+    before = logits.clone()
+    rows = [row(s, position=i, prompt=[1, 2, 3], output=[2, 5, 5]) for i, s in enumerate(chosen)]
+    together = draw_tokens(logits, rows)
+    assert torch.equal(logits, before)
+    for i, draw in enumerate(rows):
+        assert together.tokens[i] == reference(logits[i], draw)
+        alone = draw_tokens(logits[i : i + 1].clone(), [draw])
+        assert alone.tokens[0] == together.tokens[i]
+        assert alone.logprobs[0] == together.logprobs[i]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.8), Sampling(top_p=0.999, temperature=2.0)])
+def test_large_vocabulary_rows_do_not_depend_on_their_number(sampling: Sampling) -> None:
+    logits = torch.randn(9, 49_152, generator=torch.Generator().manual_seed(3))
+    rows = [row(sampling, position=i) for i in range(9)]
+    together = draw_tokens(logits, rows)
+    assert [draw_tokens(logits[i : i + 1], rows[i : i + 1]).tokens[0] for i in range(9)] == together.tokens
+
+
+def test_draws_follow_the_distribution() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    rows = [row(Sampling(seed=7), position=i) for i in range(4000)]
+    tokens = draw_tokens(probabilities.log().repeat(4000, 1), rows).tokens
+    counts = np.bincount([token for token in tokens if token is not None], minlength=4) / 4000
+    assert np.abs(counts - probabilities.numpy()).max() < 0.03
+
+
+def test_uniform_depends_on_each_part_alone() -> None:
+    draws = {uniform(seed, choice, position) for seed in range(5) for choice in range(5) for position in range(40)}
+    assert len(draws) == 1000
+    assert all(0 <= u < 1 for u in draws)
+    assert uniform(1, 2, 3) == uniform(1, 2, 3)
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    logits = torch.tensor([[2.0, 1.0, -math.inf, 0.0]])
+    sampling = Sampling(temperature=0.0, logit_bias={3: 50.0}, num_logprobs=4)
+    draws = draw_tokens(logits, [row(sampling)])
+    assert draws.tokens == [3]
+    expected = torch.log_softmax(logits[0], 0)
+    logprobs = draws.logprobs[0]
+    assert logprobs is not None
+    assert logprobs.logprob == pytest.approx(float(expected[3]))
+    assert [token for token, _ in logprobs.top] == [0, 1, 3, 2]
+    assert logprobs.top[-1][1] == MIN_LOGPROB
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_give_no_token(temperature: float) -> None:
+    logits = torch.zeros(2, 50)
+    logits[1, 20] = math.nan
+    sampling = Sampling(temperature=temperature)
+    tokens = draw_tokens(logits, [row(sampling), row(sampling)]).tokens
+    assert tokens[0] is not None
+    assert tokens[1] is None
