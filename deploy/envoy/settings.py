@@ -30,6 +30,9 @@ class Address:
             raise EnvoyConfigurationError(f"{text!r} is not host:port")
         return cls(host.strip("[]"), int(port))
 
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     @property
     def is_ip(self) -> bool:
         """Whether the host is a literal address, not a name to resolve."""

@@ -1,0 +1,171 @@
+"""One supervised process: started, watched, started again when it ends.
+
+The process leads a session of its own, so a Ctrl-C in the terminal reaches only the supervisor, and dies with the
+supervisor. Its output is appended to its log. A restart keeps name, ports and command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from services.cli.errors import StartError
+from services.cli.logs import last_lines, open_log
+from services.cli.plan import ProcessSpec
+from services.cli.probes import is_ready
+from services.cli.state import StateDir
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
+# A process that lived so long is not in a crash loop.
+STEADY_S = 20.0
+START_ATTEMPTS = 3
+CONFIGURATION_ERROR_STATUS = 2
+_PROBE_INTERVAL_S = 0.1
+_LAUNCHER = str(Path(__file__).with_name("launch.py"))
+
+
+class Child:
+    """`run` keeps the process alive until it is told to stop; `report` takes lines for a person."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        state: StateDir,
+        *,
+        redis_password: str,
+        report: Callable[[str], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.spec = spec
+        self.pid: int | None = None
+        self.restarts = 0
+        self.ready = asyncio.Event()
+        self._state = state
+        self._redis_password = redis_password
+        self._report = report
+        self._changed = changed
+        self._was_ready = False
+        self._stop_deadline_s = 0.0
+        self._stopping = asyncio.Event()
+        self._killing = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._ended.set()
+
+    async def run(self) -> None:
+        """Returns once stopped. Raises StartError when the process cannot get ready for the first time."""
+        self._ended.clear()
+        try:
+            await self._keep_alive()
+        finally:
+            self._ended.set()
+
+    def request_stop(self, deadline_s: float) -> None:
+        """SIGTERM now, SIGKILL after the deadline; no more restarts."""
+        self._stop_deadline_s = deadline_s
+        self._stopping.set()
+
+    def kill(self) -> None:
+        """SIGKILL now; no more restarts."""
+        self._killing.set()
+        self._stopping.set()
+
+    async def wait_ended(self) -> None:
+        """Until `run` has returned; at once if it never ran."""
+        await self._ended.wait()
+
+    async def _keep_alive(self) -> None:
+        backoff_s, attempts = FIRST_BACKOFF_S, 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            status = await self._run_once()
+            if self._stopping.is_set():
+                return
+            attempts += 1
+            if not self._was_ready and (status == CONFIGURATION_ERROR_STATUS or attempts >= START_ATTEMPTS):
+                raise StartError(self._last_words(status))
+            if time.monotonic() - started > STEADY_S:
+                backoff_s = FIRST_BACKOFF_S
+            self._report(f"{self.spec.name} ended ({_describe(status)}); starting it again in {backoff_s:g} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), backoff_s)
+            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+            self.restarts += 1
+
+    async def _run_once(self) -> int:
+        self._state.ready_file(self.spec.name).unlink(missing_ok=True)
+        process = await self._spawn()
+        self._set_pid(process.pid)
+        watcher = asyncio.create_task(self._watch_readiness())
+        stopping = asyncio.create_task(self._stopping.wait())
+        exit_status = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait({exit_status, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not exit_status.done():
+                await self._terminate(process, exit_status)
+            # What it left behind must not hold its ports.
+            _kill_group(process.pid)
+            return await exit_status
+        finally:
+            watcher.cancel()
+            stopping.cancel()
+            self.ready.clear()
+            self._set_pid(None)
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        log = open_log(self._state.log(self.spec.name))
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), *self.spec.command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **self.spec.environment},
+            )
+        finally:
+            os.close(log)
+
+    async def _terminate(self, process: asyncio.subprocess.Process, exit_status: asyncio.Task[int]) -> None:
+        killing = asyncio.create_task(self._killing.wait())
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        done, _ = await asyncio.wait(
+            {exit_status, killing}, return_when=asyncio.FIRST_COMPLETED, timeout=self._stop_deadline_s
+        )
+        if not done:
+            self._report(f"{self.spec.name} did not stop within {self._stop_deadline_s:g} s; killed")
+        killing.cancel()
+
+    async def _watch_readiness(self) -> None:
+        while not await is_ready(self.spec, self._redis_password):
+            await asyncio.sleep(_PROBE_INTERVAL_S)
+        if self._was_ready:
+            self._report(f"{self.spec.name} is ready again")
+        self._was_ready = True
+        self.ready.set()
+
+    def _set_pid(self, pid: int | None) -> None:
+        self.pid = pid
+        self._changed()
+
+    def _last_words(self, status: int) -> str:
+        log = self._state.log(self.spec.name)
+        lines = [line.strip() for line in last_lines(log, 20) if line.strip()]
+        own = [line.removeprefix("kvmesh: ") for line in lines if line.startswith("kvmesh: ")]
+        return f"{self.spec.name} does not start: {(own or lines or [_describe(status)])[-1]} (log: {log})"
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _describe(status: int) -> str:
+    return f"status {status}" if status >= 0 else signal.Signals(-status).name

@@ -1,0 +1,123 @@
+"""`kvmesh ctl`: what the router knows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import grpc.aio
+import typer
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from kvmesh.v1 import router_pb2, router_pb2_grpc
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.commands.arguments import StateOption, state_dir
+from services.cli.errors import CliError
+from services.common.rpc import call_metadata, open_channel
+from services.common.security import MeshSecret
+
+_TIMEOUT_S = 3.0
+RouterOption = Annotated[str, typer.Option("--router", help="Router address; default: those of the local mesh.")]
+SecretOption = Annotated[
+    Path | None, typer.Option("--secret-file", help="File of the mesh secret; default: the local mesh's.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+ctl = typer.Typer(no_args_is_help=True, help="Ask the router what it knows.")
+
+
+@ctl.command()
+def workers(
+    router: RouterOption = "", secret_file: SecretOption = None, as_json: JsonOption = False, state: StateOption = None
+) -> None:
+    """Workers and their load."""
+    _show(_describe(router, secret_file, state).workers, as_json)
+
+
+@ctl.command()
+def kvstores(
+    router: RouterOption = "", secret_file: SecretOption = None, as_json: JsonOption = False, state: StateOption = None
+) -> None:
+    """Nodes of the KV tier."""
+    _show(_describe(router, secret_file, state).kvstores, as_json)
+
+
+@ctl.command()
+def models(
+    router: RouterOption = "", secret_file: SecretOption = None, as_json: JsonOption = False, state: StateOption = None
+) -> None:
+    """Models and the replicas that serve them."""
+    views = _describe(router, secret_file, state).workers
+    replicas = Counter(view.model for view in views)
+    ready = Counter(view.model for view in views if view.ready)
+    rows: list[dict[str, object]] = [
+        {"model": name, "replicas": count, "ready_replicas": ready[name]} for name, count in sorted(replicas.items())
+    ]
+    _show_rows(rows, as_json)
+
+
+@ctl.command()
+def index(
+    router: RouterOption = "", secret_file: SecretOption = None, as_json: JsonOption = False, state: StateOption = None
+) -> None:
+    """Size of the location index and whether Redis is reached."""
+    answer = _describe(router, secret_file, state)
+    _show_rows([{"indexed_blocks": answer.indexed_blocks, "redis_connected": answer.redis_connected}], as_json)
+
+
+def _describe(router: str, secret_file: Path | None, state: Path | None) -> router_pb2.DescribeResponse:
+    """The first router that answers."""
+    directory = state_dir(state)
+    addresses = [router] if router else _local_routers(state)
+    path = secret_file or directory.secret_file
+    try:
+        secret = MeshSecret(path.read_text().strip())
+    except OSError as error:
+        raise CliError(f"mesh secret {path}: {error.strerror}") from None
+    reason = ""
+    for address in addresses:
+        try:
+            return asyncio.run(_ask(address, secret))
+        except grpc.aio.AioRpcError as error:
+            reason = f"router {address}: {error.code().name}: {error.details()}"
+    raise CliError(reason or "the mesh has no router")
+
+
+def _local_routers(state: Path | None) -> list[str]:
+    processes = state_dir(state).snapshot()["processes"]
+    return [str(one["address"]) for one in processes if one["kind"] == "router"]
+
+
+async def _ask(address: str, secret: MeshSecret) -> router_pb2.DescribeResponse:
+    async with open_channel(address) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        return await stub.Describe(router_pb2.DescribeRequest(), timeout=_TIMEOUT_S, metadata=call_metadata(secret))
+
+
+def _show(messages: Iterable[Message], as_json: bool) -> None:
+    _show_rows([_row(message) for message in messages], as_json)
+
+
+def _row(message: Message) -> dict[str, object]:
+    return dict(
+        json_format.MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    )
+
+
+def _show_rows(rows: list[dict[str, object]], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    table = Table(box=None, header_style="bold")
+    for column in rows[0] if rows else ():
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table if rows else "none")

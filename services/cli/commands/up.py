@@ -1,0 +1,98 @@
+"""`kvmesh up` and `kvmesh down`."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from services.cli.commands.arguments import StateOption, state_dir
+from services.cli.errors import CliError
+from services.cli.options import MeshOptions, configured_redis_url, mesh_options
+from services.cli.start import run_supervisor, start_detached, stop_supervisor
+from services.cli.supervisor import reachable
+from services.common.models import resolve_model
+
+_DOWN_TIMEOUT_S = 90.0
+
+
+def up(
+    workers: Annotated[int | None, typer.Option(help="Model replicas. [default: 1]")] = None,
+    kvstores: Annotated[int | None, typer.Option(help="Nodes of the KV tier. [default: 1]")] = None,
+    routers: Annotated[int | None, typer.Option(help="Router replicas. [default: 1]")] = None,
+    gateways: Annotated[int | None, typer.Option(help="Gateway replicas. [default: 1]")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model: a known name, PATH or NAME=PATH; repeat for more. [default: smollm2-135m]"),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cpu]")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Compute threads of a worker. [default: the cores shared out]")
+    ] = None,
+    http_host: Annotated[str | None, typer.Option(help="Address that Envoy listens on. [default: 127.0.0.1]")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Port that Envoy listens on. [default: 8080]")] = None,
+    redis: Annotated[
+        str | None, typer.Option(help="Redis URL. [default: $REDIS_URL, else a Valkey of the mesh's own]")
+    ] = None,
+    trace_sampling_percent: Annotated[
+        float | None, typer.Option(help="Traces begun at Envoy that are kept, where OTEL_* names a collector.")
+    ] = None,
+    start_timeout_s: Annotated[float | None, typer.Option(help="Longest start. [default: 180]")] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the mesh serves.")] = False,
+    state: StateOption = None,
+) -> None:
+    """Start a mesh on this machine."""
+    options = mesh_options(
+        workers=workers,
+        kvstores=kvstores,
+        routers=routers,
+        gateways=gateways,
+        models=tuple(model) if model else None,
+        device=device,
+        threads=threads,
+        http_host=http_host,
+        http_port=http_port,
+        redis_url=redis or configured_redis_url(),
+        trace_sampling_percent=trace_sampling_percent,
+        start_timeout_s=start_timeout_s,
+    )
+    console, started = Console(highlight=False), time.monotonic()
+    directory = state_dir(state)
+
+    def report(line: str) -> None:
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+    def welcome() -> None:
+        _welcome(console, options, time.monotonic() - started)
+
+    if detach:
+        start_detached(options, directory, report)
+        welcome()
+    else:
+        run_supervisor(options, directory, report=report, on_ready=welcome)
+
+
+def down(
+    state: StateOption = None,
+    timeout_s: Annotated[float, typer.Option(help="Longest wait before everything is killed.")] = _DOWN_TIMEOUT_S,
+) -> None:
+    """Stop the mesh: drain, then end every process."""
+    directory = state_dir(state)
+    if not stop_supervisor(directory, timeout_s):
+        raise CliError(f"no mesh is running on {directory.root}")
+    typer.echo("stopped")
+
+
+def _welcome(console: Console, options: MeshOptions, took_s: float) -> None:
+    url = f"http://{reachable(f'{options.http_host}:{options.http_port}')}"
+    name = resolve_model(options.models[0]).name
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": name, "messages": [question], "stream": True})
+        f'{{"model":"{name}","messages":[{{"role":"user","content":"What is the capital of France?"}}],"stream":true}}'
+    )
+    console.print(f"The mesh is ready on {url} ({took_s:.1f} s).", style="bold green")
+    console.print(f"  curl -N {url}/v1/chat/completions -d '{body}'", markup=False, soft_wrap=True)
+    console.print("  kvmesh chat · kvmesh ps · kvmesh logs worker-0 -f · kvmesh down", style="dim")

@@ -1,0 +1,54 @@
+"""What `kvmesh ps` shows: the supervisor's snapshot, each process's own children, and readiness asked now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from services.cli.plan import ProcessSpec
+from services.cli.probes import are_ready
+from services.cli.state import StateDir
+from services.common.settings import ConfigurationError
+
+
+async def list_processes(state: StateDir) -> list[dict[str, Any]]:
+    """Entries in the order of starting. Raises NotRunningError."""
+    entries: list[dict[str, Any]] = state.snapshot()["processes"]
+    ready = await are_ready([_spec(entry) for entry in entries if entry["pid"]], redis_password(state))
+    return [
+        {
+            **{key: entry[key] for key in ("name", "kind", "pid", "address", "metrics")},
+            "ready": ready.get(entry["name"], False),
+            "children": _children(state.ready_file(entry["name"]), entry["pid"]),
+        }
+        for entry in entries
+    ]
+
+
+def redis_password(state: StateDir) -> str:
+    """Password of the mesh's own Valkey; empty when it has none."""
+    try:
+        url = state.redis_url_file.read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"{state.redis_url_file}: {error.strerror}") from None
+    return url.partition("://")[2].rpartition("@")[0].partition(":")[2]
+
+
+def _spec(entry: dict[str, Any]) -> ProcessSpec:
+    return ProcessSpec(entry["name"], entry["kind"], (), entry["address"], entry["metrics"], entry["admin"])
+
+
+def _children(ready_file: Path, pid: int | None) -> list[dict[str, Any]]:
+    """Living children that the process named in its ready file; a stale file is another process's."""
+    try:
+        told = json.loads(ready_file.read_text())
+    except (OSError, ValueError):
+        return []
+    if told.get("pid") != pid:
+        return []
+    return [
+        {"role": child["role"], "pid": child["pid"]}
+        for child in told.get("children", [])
+        if Path(f"/proc/{child['pid']}").exists()
+    ]

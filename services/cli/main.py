@@ -1,0 +1,38 @@
+"""The `kvmesh` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from deploy.envoy.settings import EnvoyConfigurationError
+from services.cli.commands import service
+from services.cli.commands.chat import chat
+from services.cli.commands.ctl import ctl
+from services.cli.commands.doctor import doctor
+from services.cli.commands.ps import logs, ps
+from services.cli.commands.up import down, up
+from services.cli.errors import CliError
+from services.common.settings import ConfigurationError, exit_on_configuration_error
+
+app = typer.Typer(
+    name="kvmesh",
+    help="A mesh of gRPC services that serves language models where their KV cache lives.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (up, down, ps, logs, chat, doctor):
+    app.command()(command)
+app.add_typer(ctl, name="ctl")
+for command in (service.bench, service.gateway, service.router, service.kvstore, service.worker):
+    app.command(context_settings=service.PASS_THROUGH)(command)
+
+
+def main() -> None:
+    """Entry point; what a person did wrong is one line and exit status 2."""
+    try:
+        app()
+    except (CliError, ConfigurationError, EnvoyConfigurationError) as error:
+        sys.exit(exit_on_configuration_error(ConfigurationError(str(error))))

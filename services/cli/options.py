@@ -1,0 +1,66 @@
+"""What `kvmesh up` is told."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.cli.errors import CliError
+from services.common.models import DEFAULT_MODEL
+
+
+class MeshOptions(BaseModel):
+    """Sizes and addresses of a local mesh. Absent worker settings are left to the worker's own defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    workers: int = Field(1, ge=1, le=64)
+    kvstores: int = Field(1, ge=0, le=16)
+    routers: int = Field(1, ge=1, le=16)
+    gateways: int = Field(1, ge=1, le=16)
+    models: tuple[str, ...] = (DEFAULT_MODEL,)
+    device: Literal["cpu", "cuda"] = "cpu"
+    http_host: str = "127.0.0.1"
+    http_port: int = Field(8080, ge=1, le=65535)
+    redis_url: str = ""
+    threads: int = Field(0, ge=0)
+    trace_sampling_percent: float = Field(100.0, ge=0, le=100)
+    start_timeout_s: float = Field(180.0, gt=0)
+
+    @property
+    def worker_threads(self) -> int:
+        """Compute threads of each worker: as told, or the cores shared out."""
+        return self.threads or max(1, (os.cpu_count() or 1) // self.workers)
+
+
+def mesh_options(**values: object) -> MeshOptions:
+    """Checked options; absent (None) values take their defaults. Raises CliError naming the option."""
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        options = MeshOptions(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]).replace("_", "-")
+        raise CliError(f"--{name}={first['input']!r}: {first['msg']}") from None
+    if options.workers < len(options.models):
+        raise CliError(f"--workers={options.workers}: fewer than the {len(options.models)} models")
+    return options
+
+
+def configured_redis_url() -> str:
+    """Redis as the environment or the configuration file name it; empty: start an embedded Valkey."""
+    for name in ("KVMESH_REDIS_URL", "REDIS_URL"):
+        if os.environ.get(name):
+            return os.environ[name]
+    path = os.environ.get("KVMESH_CONFIG")
+    if not path:
+        return ""
+    try:
+        common = tomllib.loads(Path(path).read_text()).get("common", {})
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise CliError(f"configuration file {path}: {error}") from None
+    return str(common.get("redis_url", ""))

@@ -1,0 +1,165 @@
+"""Which processes make a mesh and how each is started: a pure function of options, ports and paths."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.envoy.bootstrap import bootstrap_json
+from deploy.envoy.settings import Address, EnvoySettings, otlp_address
+from services.cli.options import MeshOptions
+from services.cli.state import StateDir
+from services.common.models import ModelSource
+
+LOOPBACK = "127.0.0.1"
+# Order of starting; stopping goes from the clients inwards.
+KINDS = ("valkey", "kvstore", "router", "worker", "gateway", "envoy")
+STOP_ORDER = ("envoy", "gateway", "worker", "router", "kvstore", "valkey")
+MAX_VALKEY_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process. `metrics` is empty where there is no Prometheus page; `admin` is Envoy's."""
+
+    name: str
+    kind: str
+    command: tuple[str, ...]
+    address: str
+    metrics: str = ""
+    admin: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Binaries:
+    """Servers that are not ours."""
+
+    envoy: Path
+    valkey: Path
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """All processes, in the order of starting, and the files that they read."""
+
+    processes: tuple[ProcessSpec, ...]
+    files: dict[Path, str]
+    redis_url: str
+    http_address: str
+
+
+class Planner:
+    """Makes a plan; `ports` yields free ports."""
+
+    def __init__(
+        self,
+        options: MeshOptions,
+        models: tuple[ModelSource, ...],
+        *,
+        state: StateDir,
+        binaries: Binaries,
+        ports: Iterator[int],
+        redis_password: str,
+        otlp_endpoint: str,
+    ) -> None:
+        self._options = options
+        self._models = models
+        self._state = state
+        self._binaries = binaries
+        self._ports = ports
+        self._redis_password = redis_password
+        self._otlp_endpoint = otlp_endpoint
+        self._files: dict[Path, str] = {}
+
+    def plan(self) -> MeshPlan:
+        """Processes of every kind."""
+        options = self._options
+        first: list[ProcessSpec] = []
+        redis_url = options.redis_url
+        if not redis_url:
+            valkey, redis_url = self._valkey()
+            first.append(valkey)
+        kvstores = [self._service("kvstore", number, redis_url) for number in range(options.kvstores)]
+        routers = [self._service("router", number, redis_url) for number in range(options.routers)]
+        workers = [
+            self._service("worker", number, redis_url, *self._worker(number)) for number in range(options.workers)
+        ]
+        gateways = [
+            self._service("gateway", number, redis_url, *self._gateway(routers)) for number in range(options.gateways)
+        ]
+        processes = (*first, *kvstores, *routers, *workers, *gateways, self._envoy(gateways))
+        return MeshPlan(processes, self._files, redis_url, f"{options.http_host}:{options.http_port}")
+
+    def _service(self, kind: str, number: int, redis_url: str, *arguments: str) -> ProcessSpec:
+        name = f"{kind}-{number}"
+        address, metrics = self._address(), self._address()
+        common = (
+            *("--instance", name, "--listen", address, "--metrics-listen", metrics),
+            *("--mesh-secret-file", str(self._state.secret_file)),
+            *("--ready-file", str(self._state.ready_file(name))),
+        )
+        return ProcessSpec(
+            name=name,
+            kind=kind,
+            command=(sys.executable, "-m", f"services.{kind}", *common, *arguments),
+            address=address,
+            metrics=metrics,
+            # Not a flag: the URL may hold a password, and command lines are public.
+            environment={"KVMESH_REDIS_URL": redis_url},
+        )
+
+    def _worker(self, number: int) -> tuple[str, ...]:
+        model = self._models[number % len(self._models)]
+        return (
+            *("--model", f"{model.name}={model.path}", "--device", self._options.device),
+            *("--threads", str(self._options.worker_threads)),
+        )
+
+    def _gateway(self, routers: list[ProcessSpec]) -> tuple[str, ...]:
+        addresses = ",".join(router.address for router in routers)
+        models = ",".join(f"{model.name}={model.path}" for model in self._models)
+        return ("--routers", addresses, "--models", models)
+
+    def _valkey(self) -> tuple[ProcessSpec, str]:
+        address, port = self._address_and_port()
+        configuration = self._state.run / "valkey.conf"
+        lines = (
+            f"bind {LOOPBACK}",
+            f"port {port}",
+            f"requirepass {self._redis_password}",
+            'save ""',
+            "appendonly no",
+            f"maxmemory {MAX_VALKEY_BYTES}",
+            "maxmemory-policy noeviction",
+            f"dir {self._state.run}",
+        )
+        self._files[configuration] = "\n".join(lines) + "\n"
+        command = (str(self._binaries.valkey), str(configuration))
+        return ProcessSpec("valkey", "valkey", command, address), f"redis://:{self._redis_password}@{address}/0"
+
+    def _envoy(self, gateways: list[ProcessSpec]) -> ProcessSpec:
+        options = self._options
+        admin, metrics = self._address(), self._address()
+        settings = EnvoySettings(
+            listen=Address(options.http_host, options.http_port),
+            admin=Address.parse(admin),
+            metrics=Address.parse(metrics),
+            gateways=tuple(Address.parse(gateway.address) for gateway in gateways),
+            otlp=otlp_address(self._otlp_endpoint),
+            trace_sampling_percent=options.trace_sampling_percent,
+        )
+        configuration = self._state.run / "envoy.json"
+        self._files[configuration] = bootstrap_json(settings)
+        flags = ("--concurrency", "1", "--disable-hot-restart", "--log-level", "warning")
+        command = (str(self._binaries.envoy), "-c", str(configuration), *flags)
+        return ProcessSpec("envoy", "envoy", command, str(settings.listen), metrics, admin)
+
+    def _address(self) -> str:
+        return self._address_and_port()[0]
+
+    def _address_and_port(self) -> tuple[str, int]:
+        port = next(self._ports)
+        return f"{LOOPBACK}:{port}", port

@@ -1,0 +1,181 @@
+"""Starts every process of a mesh, keeps them alive, and stops them in order.
+
+Ready means that every process says so and that `/readyz` answers 200 through Envoy. Whatever ends the start or the
+supervisor, no process is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+
+from services.cli.child import Child
+from services.cli.errors import StartError
+from services.cli.logs import rotate
+from services.cli.plan import STOP_ORDER, MeshPlan, ProcessSpec
+from services.cli.probes import PROBE_TIMEOUT_S, http_exchange, http_status
+from services.cli.state import StateDir
+
+STOP_DEADLINE_S = 10.0
+_DRAIN_DEADLINE_S = 10.0
+_ROTATE_INTERVAL_S = 5.0
+_POLL_S = 0.1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Supervisor:
+    """One mesh. `report` takes lines for a person."""
+
+    def __init__(self, plan: MeshPlan, state: StateDir, *, redis_password: str, report: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._state = state
+        self._report = report
+        self._phase = "starting"
+        self._runs: set[asyncio.Task[None]] = set()
+        self._children = [
+            Child(spec, state, redis_password=redis_password, report=report, changed=self._publish)
+            for spec in plan.processes
+        ]
+
+    async def run(self, start_timeout_s: float, on_ready: Callable[[], None]) -> None:
+        """Until SIGTERM, SIGINT or SIGHUP. Raises StartError after stopping what had started."""
+        rotation = asyncio.create_task(self._rotate_logs())
+        with _stop_signals() as stop:
+            try:
+                await self._until_stopped(stop, self._start(start_timeout_s))
+                if not stop.is_set():
+                    self._set_phase("ready")
+                    on_ready()
+                    await self._until_stopped(stop, _forever())
+            finally:
+                self._set_phase("stopping")
+                await self._stop(stop)
+                rotation.cancel()
+
+    async def _start(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                for stage in (STOP_ORDER[-1:], STOP_ORDER[:-1]):
+                    children = [child for child in self._children if child.spec.kind in stage]
+                    self._runs |= {asyncio.create_task(child.run()) for child in children}
+                    await asyncio.gather(*(self._wait_ready(child) for child in children))
+                await self._wait_served()
+        except TimeoutError:
+            waiting = [child.spec.name for child in self._children if not child.ready.is_set()]
+            raise StartError(f"not ready within {timeout_s:g} s: {', '.join(waiting) or '/readyz'}") from None
+
+    async def _wait_ready(self, child: Child) -> None:
+        start = time.monotonic()
+        await child.ready.wait()
+        self._report(f"{child.spec.name} is ready on {child.spec.address} ({time.monotonic() - start:.1f} s)")
+
+    async def _wait_served(self) -> None:
+        address = reachable(self._plan.http_address)
+        while True:
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    if await http_status(address, "/readyz") == 200:
+                        return
+            await asyncio.sleep(_POLL_S)
+
+    async def _until_stopped(self, stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:
+        """Wait for `work`, a stop signal or a child that cannot start, whichever is first."""
+        ends = {asyncio.create_task(work), asyncio.create_task(stop.wait())}
+        try:
+            while not (done := {task for task in (*ends, *self._runs) if task.done()}):
+                # The work adds runs, hence the timeout.
+                await asyncio.wait(ends | self._runs, return_when=asyncio.FIRST_COMPLETED, timeout=_POLL_S)
+            for task in done:
+                task.result()
+        finally:
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _stop(self, stop: asyncio.Event) -> None:
+        """In order, each kind with its deadline; a second signal ends everything at once."""
+        stop.clear()
+        hurry = asyncio.create_task(self._kill_at(stop))
+        try:
+            for kind in STOP_ORDER:
+                children = [child for child in self._children if child.spec.kind == kind]
+                if kind == "envoy":
+                    drains = [asyncio.create_task(_drain(child.spec)) for child in children if child.ready.is_set()]
+                    await asyncio.wait({hurry, asyncio.gather(*drains)}, return_when=asyncio.FIRST_COMPLETED)
+                for child in children:
+                    child.request_stop(STOP_DEADLINE_S)
+                await asyncio.gather(*(child.wait_ended() for child in children))
+        finally:
+            hurry.cancel()
+            await asyncio.gather(*self._runs, return_exceptions=True)
+
+    async def _kill_at(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        for child in self._children:
+            child.kill()
+
+    async def _rotate_logs(self) -> None:
+        while True:
+            for name in ("supervisor", *(child.spec.name for child in self._children)):
+                rotate(self._state.log(name))
+            await asyncio.sleep(_ROTATE_INTERVAL_S)
+
+    def _set_phase(self, phase: str) -> None:
+        self._phase = phase
+        self._publish()
+
+    def _publish(self) -> None:
+        processes = [
+            {
+                "name": child.spec.name,
+                "kind": child.spec.kind,
+                "pid": child.pid,
+                "address": child.spec.address,
+                "metrics": child.spec.metrics,
+                "admin": child.spec.admin,
+                "restarts": child.restarts,
+            }
+            for child in self._children
+        ]
+        self._state.publish({"phase": self._phase, "http": self._plan.http_address, "processes": processes})
+
+
+def reachable(address: str) -> str:
+    """`address` as a client on this host names it: a wildcard becomes loopback."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else address
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def _drain(envoy: ProcessSpec) -> None:
+    """No new connections; wait for requests in flight."""
+    with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):
+        async with asyncio.timeout(_DRAIN_DEADLINE_S):
+            await http_exchange(envoy.admin, "/drain_listeners", "POST")
+            while await _active_requests(envoy) > 0:
+                await asyncio.sleep(_POLL_S)
+
+
+async def _active_requests(envoy: ProcessSpec) -> int:
+    _, body = await http_exchange(envoy.admin, "/stats?filter=^http.public.downstream_rq_active$")
+    return int(body.rpartition(": ")[2].split()[0])
+
+
+@contextmanager
+def _stop_signals() -> Iterator[asyncio.Event]:
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, event.set)
+    try:
+        yield event
+    finally:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
