@@ -85,7 +85,7 @@ def _valkey_starts() -> str:
     """Start it on a free port and wait until it listens."""
     binary, port = valkey_binary(), next(free_ports())
     with tempfile.TemporaryDirectory() as folder:
-        command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+        command = [str(binary), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + _TIMEOUT_S

@@ -23,8 +23,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, down, ps, logs, chat, doctor):
-    app.command()(command)
+app.command()(up)
+app.command()(down)
+app.command()(ps)
+app.command()(logs)
+app.command()(chat)
+app.command()(doctor)
 app.add_typer(ctl, name="ctl")
 for command in (service.bench, service.gateway, service.router, service.kvstore, service.worker):
     app.command(context_settings=service.PASS_THROUGH)(command)

@@ -17,6 +17,8 @@ LOOPBACK = "127.0.0.1"
 # Order of starting; stopping goes from the clients inwards.
 KINDS = ("valkey", "kvstore", "router", "worker", "gateway", "envoy")
 STOP_ORDER = ("envoy", "gateway", "worker", "router", "kvstore", "valkey")
+# Envoy has waited for the requests in flight before a service is told to stop.
+DRAIN_DEADLINE_S = 8.0
 MAX_VALKEY_BYTES = 512 * 2**20
 
 
@@ -84,11 +86,9 @@ class Planner:
             first.append(valkey)
         kvstores = [self._service("kvstore", number, redis_url) for number in range(options.kvstores)]
         routers = [self._service("router", number, redis_url) for number in range(options.routers)]
-        workers = [
-            self._service("worker", number, redis_url, *self._worker(number)) for number in range(options.workers)
-        ]
+        workers = [self._service("worker", one, redis_url, *self._worker(one)) for one in range(options.workers)]
         gateways = [
-            self._service("gateway", number, redis_url, *self._gateway(routers)) for number in range(options.gateways)
+            self._service("gateway", one, redis_url, *self._gateway(routers)) for one in range(options.gateways)
         ]
         processes = (*first, *kvstores, *routers, *workers, *gateways, self._envoy(gateways))
         return MeshPlan(processes, self._files, redis_url, f"{options.http_host}:{options.http_port}")
@@ -100,6 +100,7 @@ class Planner:
             *("--instance", name, "--listen", address, "--metrics-listen", metrics),
             *("--mesh-secret-file", str(self._state.secret_file)),
             *("--ready-file", str(self._state.ready_file(name))),
+            *("--drain-deadline-s", str(DRAIN_DEADLINE_S)),
         )
         return ProcessSpec(
             name=name,

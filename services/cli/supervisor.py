@@ -104,14 +104,19 @@ class Supervisor:
             for kind in STOP_ORDER:
                 children = [child for child in self._children if child.spec.kind == kind]
                 if kind == "envoy":
-                    drains = [asyncio.create_task(_drain(child.spec)) for child in children if child.ready.is_set()]
-                    await asyncio.wait({hurry, asyncio.gather(*drains)}, return_when=asyncio.FIRST_COMPLETED)
+                    await self._drain(hurry, [child.spec for child in children if child.ready.is_set()])
                 for child in children:
                     child.request_stop(STOP_DEADLINE_S)
                 await asyncio.gather(*(child.wait_ended() for child in children))
         finally:
             hurry.cancel()
             await asyncio.gather(*self._runs, return_exceptions=True)
+
+    async def _drain(self, hurry: asyncio.Task[None], envoys: list[ProcessSpec]) -> None:
+        for envoy in envoys:
+            drain = asyncio.create_task(_drained(envoy))
+            await asyncio.wait({hurry, drain}, return_when=asyncio.FIRST_COMPLETED)
+            drain.cancel()
 
     async def _kill_at(self, stop: asyncio.Event) -> None:
         await stop.wait()
@@ -154,7 +159,7 @@ async def _forever() -> None:
     await asyncio.Event().wait()
 
 
-async def _drain(envoy: ProcessSpec) -> None:
+async def _drained(envoy: ProcessSpec) -> None:
     """No new connections; wait for requests in flight."""
     with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):
         async with asyncio.timeout(_DRAIN_DEADLINE_S):

@@ -91,8 +91,6 @@ def _welcome(console: Console, options: MeshOptions, took_s: float) -> None:
     name = resolve_model(options.models[0]).name
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": name, "messages": [question], "stream": True})
-        f'{{"model":"{name}","messages":[{{"role":"user","content":"What is the capital of France?"}}],"stream":true}}'
-    )
     console.print(f"The mesh is ready on {url} ({took_s:.1f} s).", style="bold green")
     console.print(f"  curl -N {url}/v1/chat/completions -d '{body}'", markup=False, soft_wrap=True)
     console.print("  kvmesh chat · kvmesh ps · kvmesh logs worker-0 -f · kvmesh down", style="dim")
