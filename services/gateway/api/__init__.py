@@ -1,0 +1,1 @@
+"""The two public APIs: translations between what clients speak and the core."""

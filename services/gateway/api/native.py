@@ -1,0 +1,169 @@
+"""The Inference servicer: the native API onto the core."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvmesh.v1.inference_pb2 import (
+    ChatMessages,
+    ChoiceFinish,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    GenerateAccepted,
+    GenerateCompleted,
+    GenerateDelta,
+    GenerateRequest,
+    GenerateResponse,
+    ListModelsRequest,
+    ListModelsResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from kvmesh.v1.inference_pb2_grpc import InferenceServicer
+
+from services.gateway.api.edge import Context, abort, as_gateway_error, metadata_of, on_end, send_headers
+from services.gateway.core import Core, check_request_id
+from services.gateway.errors import InvalidRequest
+from services.gateway.output import LENGTH, Accepted, Delta, Event
+from services.gateway.request import GenerationRequest, Sampling
+from services.gateway.session import OK, Session
+from services.gateway.text.detokenizer import decode_all
+from services.gateway.text.pool import helper
+
+_OPTIONAL_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "num_logprobs",
+)  # fmt: skip
+
+
+class InferenceService(InferenceServicer):
+    """Translates between the native messages and the core."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
+        """See the proto."""
+        session: Session | None = None
+        try:
+            check_request_id(request.request_id)
+            session = self._core.open("generate", metadata_of(context), context.time_remaining(), request.request_id)
+            on_end(context, session)
+            prepared = await self._core.prepare_native(session, generation_request(request))
+            generation = self._core.start(session, prepared.plan)
+            with_text = request.return_text if request.HasField("return_text") else True
+            is_open = False
+            while events := await generation.read():
+                for event in events:
+                    if isinstance(event, Accepted):
+                        if is_open:
+                            continue
+                        is_open = True
+                        await send_headers(context, session, event.worker_id, event.cached_tokens)
+                        yield _accepted(event, session, prepared.plan.prompt_tokens)
+                    else:
+                        session.output_seen()
+                        yield _message(event, with_text)
+            yield GenerateResponse(completed=GenerateCompleted(usage=generation.usage()))
+            session.close(OK)
+        except Exception as error:
+            known = as_gateway_error(error)
+            if session is not None:
+                session.fail(known)
+            await abort(context, known)
+
+    async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
+        """See the proto."""
+        try:
+            self._core.tenant(metadata_of(context))
+            self._core.catalog.check(request.model)
+            chat = _chat(request.chat) if request.HasField("chat") else None
+            if chat == [] or (chat is None and not request.HasField("text")):
+                raise InvalidRequest("text or chat must be given", "prompt")
+            return TokenizeResponse(token_ids=await self._core.pool.call(_tokenize, request.model, request.text, chat))
+        except Exception as error:
+            await abort(context, as_gateway_error(error))
+
+    async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+        """See the proto."""
+        try:
+            self._core.tenant(metadata_of(context))
+            text = self._core.catalog.text_model(request.model)
+            size = len(text.vocabulary.token_bytes)
+            if any(token >= size for token in request.token_ids):
+                raise InvalidRequest(f"a token id is outside the vocabulary of {size}", "token_ids")
+            return DetokenizeResponse(text=decode_all(text.vocabulary, request.token_ids))
+        except Exception as error:
+            await abort(context, as_gateway_error(error))
+
+    async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
+        """See the proto."""
+        try:
+            self._core.tenant(metadata_of(context))
+            return ListModelsResponse(models=self._core.catalog.infos())
+        except Exception as error:
+            await abort(context, as_gateway_error(error))
+
+
+def generation_request(request: GenerateRequest) -> GenerationRequest:
+    """The domain request of a native one. Raises InvalidRequest when there is no prompt."""
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("a prompt must be given", "prompt")
+    prompts: list[str | list[int]] = []
+    if kind != "chat":
+        prompts = [request.text if kind == "text" else list(request.token_ids.ids)]
+    given = {name: getattr(request, name) for name in _OPTIONAL_SAMPLING if request.HasField(name)}  # type: ignore[arg-type]
+    return GenerationRequest(
+        model=request.model,
+        prompts=prompts,
+        chat=_chat(request.chat) if kind == "chat" else None,
+        sampling=Sampling(**given, logit_bias=dict(request.logit_bias)),
+        num_choices=request.num_choices if request.HasField("num_choices") else 1,
+        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        cache_salt=request.cache_salt,
+        priority=int(request.priority),
+    )
+
+
+def _chat(chat: ChatMessages) -> list[dict[str, str]]:
+    return [
+        {"role": message.role, "content": message.content, **({"name": message.name} if message.name else {})}
+        for message in chat.messages
+    ]
+
+
+def _accepted(event: Accepted, session: Session, prompt_tokens: int) -> GenerateResponse:
+    return GenerateResponse(
+        accepted=GenerateAccepted(
+            request_id=session.request_id,
+            worker_id=event.worker_id,
+            cached_tokens=event.cached_tokens,
+            prompt_tokens=prompt_tokens,
+        )
+    )
+
+
+def _message(event: Event, with_text: bool) -> GenerateResponse:
+    if isinstance(event, Delta):
+        return GenerateResponse(
+            delta=GenerateDelta(
+                choice=event.index,
+                token_ids=event.token_ids,
+                text=event.text if with_text else "",
+                logprobs=event.logprobs,
+            )
+        )
+    assert not isinstance(event, Accepted)
+    reason = FINISH_REASON_LENGTH if event.reason == LENGTH else FINISH_REASON_STOP
+    return GenerateResponse(finish=ChoiceFinish(choice=event.index, reason=reason, stop_string=event.stop_string))
+
+
+def _tokenize(model: str, text: str, chat: list[dict[str, str]] | None) -> list[int]:
+    """Runs in a helper process."""
+    known = helper().texts[model]
+    return known.encode_chat(chat) if chat is not None else known.encode_text(text)

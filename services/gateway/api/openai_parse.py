@@ -1,0 +1,192 @@
+"""OpenAI request bodies into GenerationRequests. Pure; every mistake is one InvalidRequest that names its field."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from services.gateway.api.openai_schema import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    ChatBody,
+    ChatMessageBody,
+    CommonBody,
+    CompletionBody,
+)
+from services.gateway.errors import InvalidRequest, UnsupportedParameter
+from services.gateway.request import MAX_LOGPROBS, GenerationRequest, Sampling
+
+B = TypeVar("B", bound=CommonBody)
+CHAT, COMPLETIONS = "chat", "completions"
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_PRIORITIES = {None: 0, "interactive": 1, "standard": 2, "batch": 3}
+_I64_MIN, _U64 = -(2**63), 2**64
+_decoders: dict[type[CommonBody], msgspec.json.Decoder[Any]] = {
+    body: msgspec.json.Decoder(body) for body in (ChatBody, CompletionBody)
+}
+
+
+class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answer is to be written. logprobs None: none."""
+
+    endpoint: str
+    stream: bool
+    include_usage: bool
+    logprobs: int | None
+    end_user: str
+
+
+def parse_openai(endpoint: str, body: bytes) -> tuple[GenerationRequest, ReplyFormat]:
+    """The request and the format of its answer. Raises InvalidRequest."""
+    if endpoint == CHAT:
+        return _chat(_decode(body, ChatBody, CHAT_NEUTRAL))
+    return _completion(_decode(body, CompletionBody, COMPLETION_NEUTRAL))
+
+
+def _decode(body: bytes, kind: type[B], neutral: dict[str, tuple[Any, ...]]) -> B:
+    try:
+        parsed: B = _decoders[kind].decode(body)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        missing = reason.partition("missing required field `")[2].rstrip("`")
+        param = ".".join(part for part in (path.strip("`.").replace("[...]", ""), missing) if part) or None
+        raise InvalidRequest(reason if param is None else f"{param}: {reason}", param) from None
+    except UnicodeDecodeError:
+        raise InvalidRequest("the body is not valid UTF-8") from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    for name, allowed in neutral.items():
+        value = getattr(parsed, name)
+        if value is not None and not any(type(value) is type(other) and value == other for other in allowed):
+            raise UnsupportedParameter(f"{name} is not supported", name)
+    if parsed.stream_options is not None:
+        if not parsed.stream:
+            raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
+        if parsed.stream_options.include_obfuscation:
+            raise UnsupportedParameter("include_obfuscation is not supported", "stream_options.include_obfuscation")
+    return parsed
+
+
+def _chat(body: ChatBody) -> tuple[GenerationRequest, ReplyFormat]:
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise InvalidRequest("max_tokens and max_completion_tokens disagree", "max_completion_tokens")
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        _check_logprobs("top_logprobs", body.top_logprobs)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    request = GenerationRequest(
+        chat=[_message(message, i) for i, message in enumerate(body.messages)],
+        **_common(body, max_tokens, logprobs),
+    )
+    return request, _format(CHAT, body, logprobs)
+
+
+def _completion(body: CompletionBody) -> tuple[GenerationRequest, ReplyFormat]:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise UnsupportedParameter("best_of other than n is not supported", "best_of")
+    if body.logprobs is not None:
+        _check_logprobs("logprobs", body.logprobs)
+        if body.echo:
+            raise UnsupportedParameter("echo together with logprobs is not supported", "echo")
+    request = GenerationRequest(
+        prompts=_prompts(body.prompt), echo=bool(body.echo), **_common(body, body.max_tokens, body.logprobs)
+    )
+    return request, _format(COMPLETIONS, body, body.logprobs)
+
+
+def _common(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+    given = {
+        name: getattr(body, name)
+        for name in Sampling.__struct_fields__
+        if name not in ("logit_bias", "num_logprobs", "seed") and getattr(body, name) is not None
+    }
+    sampling = Sampling(**given, seed=_seed(body.seed), logit_bias=_logit_bias(body.logit_bias), num_logprobs=logprobs)
+    stop = body.stop if isinstance(body.stop, list) else [] if body.stop is None else [body.stop]
+    return {
+        "model": body.model,
+        "sampling": sampling,
+        "num_choices": 1 if body.n is None else body.n,
+        "max_tokens": max_tokens,
+        "stop": tuple(stop),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "ignore_eos": bool(body.ignore_eos),
+        "cache_salt": body.cache_salt or "",
+        "priority": _PRIORITIES[body.priority],
+    }
+
+
+def _format(endpoint: str, body: CommonBody, logprobs: int | None) -> ReplyFormat:
+    options = body.stream_options
+    return ReplyFormat(
+        endpoint=endpoint,
+        stream=bool(body.stream),
+        include_usage=bool(options is not None and options.include_usage),
+        logprobs=logprobs,
+        end_user=body.safety_identifier or body.user or "",
+    )
+
+
+def _message(message: ChatMessageBody, index: int) -> dict[str, str]:
+    where = f"messages[{index}]"
+    for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal"):
+        if getattr(message, name) not in (None, []):
+            raise UnsupportedParameter(f"{name} in a message is not supported", f"{where}.{name}")
+    if message.role in ("tool", "function"):
+        raise UnsupportedParameter(f"role {message.role!r} is not supported", f"{where}.role")
+    if message.role not in _ROLES:
+        raise InvalidRequest("role must be one of system, developer, user, assistant", f"{where}.role")
+    rendered = {"role": _ROLES[message.role], "content": _content(message, where)}
+    if message.name is not None:
+        rendered["name"] = message.name
+    return rendered
+
+
+def _content(message: ChatMessageBody, where: str) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        raise InvalidRequest("content must be a string or a list of text parts", f"{where}.content")
+    for i, part in enumerate(message.content):
+        if part.type != "text":
+            raise UnsupportedParameter(f"content part of type {part.type!r} is not supported", f"{where}.content[{i}]")
+        if part.text is None:
+            raise InvalidRequest("a text part must have text", f"{where}.content[{i}].text")
+    return "".join(part.text or "" for part in message.content)
+
+
+def _prompts(prompt: str | list[Any] | None) -> list[str | list[int]]:
+    if prompt is None:
+        raise InvalidRequest("prompt must be given", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise InvalidRequest(
+            "prompt must be a string, or a list of strings, of token ids or of token id lists", "prompt"
+        )
+    return [prompt] if kinds == {int} else prompt
+
+
+def _seed(seed: int | None) -> int | None:
+    if seed is None:
+        return None
+    if not _I64_MIN <= seed < _U64:
+        raise InvalidRequest("seed must be a 64-bit number", "seed")
+    return seed % _U64
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in (given or {}).items()}
+    except ValueError:
+        raise InvalidRequest("logit_bias keys must be token ids", "logit_bias") from None
+
+
+def _check_logprobs(name: str, value: int) -> None:
+    if not 0 <= value <= MAX_LOGPROBS:
+        raise InvalidRequest(f"{name} must be between 0 and {MAX_LOGPROBS}, not {value}", name)

@@ -1,0 +1,164 @@
+"""OpenAI replies as bytes: server-sent events of a stream, and the one object of an unstreamed answer. Pure.
+
+Everything of an event that does not change is encoded once for a request; a token costs one JSON string and a join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from kvmesh.v1.common_pb2 import PositionLogprobs, Usage
+
+from services.gateway.api.openai_logprobs import chat_logprobs, completion_logprobs
+from services.gateway.api.openai_parse import CHAT, ReplyFormat
+from services.gateway.errors import GatewayError, openai_body
+from services.gateway.output import Delta, Finish
+from services.gateway.request import Plan
+from services.gateway.text.vocabulary import Vocabulary
+
+EVENT_STREAM, JSON = "text/event-stream", "application/json"
+COMMENT = b": \n\n"
+DONE = b"data: [DONE]\n\n"
+encode = msgspec.json.encode
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """The `usage` object."""
+    cached = usage.cached
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached.local + cached.peer + cached.ram + cached.ssd},
+    }
+
+
+def error_event(error: GatewayError) -> bytes:
+    """The last event of a stream that failed."""
+    return b"data: " + openai_body(error).encode() + b"\n\n"
+
+
+class Reply:
+    """What every object of one answer shares, and the position of each choice's next token in its text."""
+
+    def __init__(
+        self, plan: Plan, reply: ReplyFormat, vocabulary: Vocabulary, *, request_id: str, created_s: int
+    ) -> None:
+        self.is_chat = reply.endpoint == CHAT
+        self.format = reply
+        self.echoes = [prompt.echo for prompt in plan.prompts for _ in range(plan.num_choices)]
+        self._vocabulary = vocabulary
+        self._offsets = [0] * len(self.echoes)
+        self._identity = {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{request_id}",
+            "created": created_s,
+            "model": plan.model,
+            "system_fingerprint": f"kvmesh-{plan.model_digest.hex()[:12]}",
+        }
+
+    def envelope(self, *, is_chunk: bool) -> dict[str, Any]:
+        """The outer fields of an object."""
+        kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
+        return {"object": kind, **self._identity}
+
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """The `logprobs` of a delta's tokens, the stop token aside; None where not asked for."""
+        if self.format.logprobs is None:
+            return None
+        positions: Sequence[PositionLogprobs] = delta.logprobs[:-1] if delta.has_stop_token else delta.logprobs
+        if self.is_chat:
+            return chat_logprobs(positions, self._vocabulary)
+        value, self._offsets[delta.index] = completion_logprobs(positions, self._vocabulary, self._offsets[delta.index])
+        return value
+
+
+class StreamRenderer:
+    """Events of a streamed answer."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        envelope = encode(reply.envelope(is_chunk=True))[:-1]
+        starts = [envelope + b',"choices":[{"index":%d,' % i for i in range(len(reply.echoes))]
+        field = b'"delta":{"content":' if reply.is_chat else b'"text":'
+        self._envelope = envelope
+        self._prefixes = [b"data: " + start + field for start in starts]
+        self._starts = [b"data: " + start for start in starts]
+        self._usage = b',"usage":null' if reply.format.include_usage else b""
+        close = b"}" if reply.is_chat else b""
+        self._end = b"}]" + self._usage + b"}\n\n"
+        self._suffix = close + b',"logprobs":null,"finish_reason":null' + self._end
+        self._close = close
+        self._has_logprobs = reply.format.logprobs is not None
+
+    def opening(self) -> bytes:
+        """Sent when a worker has admitted the request: roles of a chat, echoes of a completion, or a comment."""
+        reply = self._reply
+        if reply.is_chat:
+            body = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null' + self._end
+            return b"".join(start + body for start in self._starts)
+        echoed = [self._prefixes[i] + encode(echo) + self._suffix for i, echo in enumerate(reply.echoes) if echo]
+        return b"".join(echoed) or COMMENT
+
+    def delta(self, delta: Delta) -> bytes:
+        """Event of new output; empty while there is nothing to show."""
+        if not self._has_logprobs:
+            return self._prefixes[delta.index] + encode(delta.text) + self._suffix if delta.text else b""
+        logprobs = self._reply.logprobs(delta)
+        return b"".join(
+            (
+                self._prefixes[delta.index], encode(delta.text), self._close, b',"logprobs":', encode(logprobs),
+                b',"finish_reason":null', self._end,
+            )
+        )  # fmt: skip
+
+    def finish(self, finish: Finish) -> bytes:
+        """Event of a choice's end."""
+        empty = b'"delta":{}' if self._reply.is_chat else b'"text":""'
+        reason = b',"logprobs":null,"finish_reason":"%s"' % finish.reason.encode()
+        return self._starts[finish.index] + empty + reason + self._end
+
+    def ending(self, usage: Usage) -> bytes:
+        """Usage where asked for, and the end mark."""
+        if not self._reply.format.include_usage:
+            return DONE
+        body = encode(usage_object(usage))
+        return b"data: " + self._envelope + b',"choices":[],"usage":' + body + b"}\n\n" + DONE
+
+
+class WholeRenderer:
+    """Collects an unstreamed answer."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._texts: list[list[str]] = [[echo] for echo in reply.echoes]
+        self._logprobs: list[dict[str, list[Any]]] = [{} for _ in reply.echoes]
+        self._reasons = [""] * len(reply.echoes)
+
+    def delta(self, delta: Delta) -> None:
+        """Take new output."""
+        self._texts[delta.index].append(delta.text)
+        for name, values in (self._reply.logprobs(delta) or {}).items():
+            if values is not None:
+                self._logprobs[delta.index].setdefault(name, []).extend(values)
+
+    def finish(self, finish: Finish) -> None:
+        """Take a choice's end."""
+        self._reasons[finish.index] = finish.reason
+
+    def body(self, usage: Usage) -> bytes:
+        """The whole object."""
+        choices = [self._choice(i) for i in range(len(self._texts))]
+        return encode({**self._reply.envelope(is_chunk=False), "choices": choices, "usage": usage_object(usage)})
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        text = "".join(self._texts[index])
+        choice: dict[str, Any] = {"index": index, "finish_reason": self._reasons[index], "logprobs": None}
+        if self._reply.format.logprobs is not None:
+            choice["logprobs"] = self._logprobs[index] or self._reply.logprobs(Delta(index, "", ()))
+        if self._reply.is_chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        return choice

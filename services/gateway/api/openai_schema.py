@@ -1,0 +1,143 @@
+"""Shape of the OpenAI request bodies: typed fields that work, and the known ones that do not with their neutral values.
+
+Fields that nobody has heard of are accepted. A known field that is not implemented is refused unless its value means
+"as if it were not there".
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class TextPart(msgspec.Struct):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessageBody(msgspec.Struct):
+    """One message. tool_calls and the like are known so that they can be refused."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+    audio: Any = None
+    refusal: Any = None
+
+
+class StreamOptions(msgspec.Struct):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class CommonBody(msgspec.Struct, kw_only=True):
+    """Fields of both endpoints; null is as good as absent."""
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    cache_salt: str | None = None
+    priority: Literal["interactive", "standard", "batch"] | None = None
+    # Known and not implemented.
+    service_tier: Any = None
+    store: Any = None
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    min_tokens: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+
+
+class ChatBody(CommonBody, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: list[ChatMessageBody]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    # Known and not implemented.
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    parallel_tool_calls: Any = None
+    response_format: Any = None
+    audio: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    moderation: Any = None
+
+
+class CompletionBody(CommonBody, kw_only=True):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    # Known and not implemented.
+    suffix: Any = None
+
+
+# Values besides null that mean nothing, so that clients which spell out defaults are served.
+COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "min_tokens": (0,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+}
+CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **COMMON_NEUTRAL,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+}
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {**COMMON_NEUTRAL, "suffix": ("",)}

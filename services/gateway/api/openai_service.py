@@ -1,0 +1,214 @@
+"""The OpenAI servicer: bodies in, bodies or server-sent events out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.empty_pb2 import Empty
+from kvmesh.v1.inference_pb2 import ModelInfo
+from kvmesh.v1.openai_pb2 import GetModelRequest
+from kvmesh.v1.openai_pb2_grpc import OpenAIServicer
+
+from services.gateway.api.edge import Context, abort, as_gateway_error, metadata_of, on_end, send_headers
+from services.gateway.api.openai_parse import CHAT, COMPLETIONS
+from services.gateway.api.openai_render import (
+    COMMENT,
+    EVENT_STREAM,
+    JSON,
+    Reply,
+    StreamRenderer,
+    WholeRenderer,
+    encode,
+    error_event,
+)
+from services.gateway.core import Core
+from services.gateway.errors import GatewayError, ModelUnavailable
+from services.gateway.generation import Generation
+from services.gateway.output import Accepted, Delta, Event
+from services.gateway.session import OK, Session
+
+
+class OpenAIService(OpenAIServicer):
+    """Translates between HttpBody and the core."""
+
+    def __init__(self, core: Core, *, heartbeat_s: float) -> None:
+        self._core = core
+        self._heartbeat_s = heartbeat_s
+
+    async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncIterator[HttpBody]:
+        """POST /v1/chat/completions."""
+        async for message in self._complete(CHAT, request, context):
+            yield message
+
+    async def Completions(self, request: HttpBody, context: Context) -> AsyncIterator[HttpBody]:
+        """POST /v1/completions."""
+        async for message in self._complete(COMPLETIONS, request, context):
+            yield message
+
+    async def ListModels(self, request: Empty, context: Context) -> HttpBody:
+        """GET /v1/models."""
+        await self._authenticate(context)
+        models = [_model_object(info) for info in self._core.catalog.infos()]
+        return _json({"object": "list", "data": models})
+
+    async def GetModel(self, request: GetModelRequest, context: Context) -> HttpBody:
+        """GET /v1/models/{id}."""
+        await self._authenticate(context)
+        try:
+            return _json(_model_object(self._core.catalog.info(request.id)))
+        except GatewayError as error:
+            await abort(context, error)
+
+    async def Healthz(self, request: Empty, context: Context) -> HttpBody:
+        """GET /healthz: this process answers."""
+        return _json({"status": "alive"})
+
+    async def Readyz(self, request: Empty, context: Context) -> HttpBody:
+        """GET /readyz: a request would be served."""
+        if self._core.admission.draining or not self._core.catalog.is_ready:
+            await abort(context, ModelUnavailable("no model has a ready replica"))
+        return _json({"status": "ready"})
+
+    async def _authenticate(self, context: Context) -> None:
+        try:
+            self._core.tenant(metadata_of(context))
+        except GatewayError as error:
+            await abort(context, error)
+
+    async def _complete(self, endpoint: str, request: HttpBody, context: Context) -> AsyncIterator[HttpBody]:
+        session: Session | None = None
+        try:
+            session = self._core.open(endpoint, metadata_of(context), context.time_remaining())
+            on_end(context, session)
+            prepared = await self._core.prepare_openai(session, endpoint, request.data)
+            plan, reply_format = prepared.plan, prepared.reply
+            assert reply_format is not None
+            generation = self._core.start(session, plan)
+            vocabulary = self._core.catalog.text_model(plan.model).vocabulary
+            reply = Reply(plan, reply_format, vocabulary, request_id=session.request_id, created_s=int(time.time()))
+            if not reply_format.stream:
+                yield HttpBody(content_type=JSON, data=await _whole(session, generation, WholeRenderer(reply), context))
+            else:
+                async for message in self._stream(session, generation, StreamRenderer(reply), context):
+                    yield message
+            session.close(OK)
+        except Exception as error:
+            known = as_gateway_error(error)
+            if session is not None:
+                session.fail(known)
+            await abort(context, known)
+
+    async def _stream(
+        self, session: Session, generation: Generation, renderer: StreamRenderer, context: Context
+    ) -> AsyncIterator[HttpBody]:
+        events = await generation.read()
+        accepted = events[0]
+        assert isinstance(accepted, Accepted)
+        await send_headers(context, session, accepted.worker_id, accepted.cached_tokens)
+        yield HttpBody(content_type=EVENT_STREAM, data=renderer.opening())
+        heartbeat = _Heartbeat(context, self._heartbeat_s)
+        pulse = self._core.placement.pulse
+        pulse.add(heartbeat)
+        try:
+            while events:
+                data = _render(events, renderer)
+                if data:
+                    session.output_seen()
+                    await heartbeat.pause()
+                    yield HttpBody(content_type=EVENT_STREAM, data=data)
+                    heartbeat.resume()
+                events = await generation.read()
+            ending = renderer.ending(generation.usage())
+        except Exception as error:
+            known = as_gateway_error(error)
+            session.fail(known)
+            ending = error_event(known)
+        finally:
+            pulse.discard(heartbeat)
+        await heartbeat.pause()
+        yield HttpBody(content_type=EVENT_STREAM, data=ending)
+
+
+def _render(events: list[Event], renderer: StreamRenderer) -> bytes:
+    if len(events) == 1 and type(events[0]) is Delta:
+        return renderer.delta(events[0])
+    parts = [
+        renderer.delta(event) if isinstance(event, Delta) else renderer.finish(event)
+        for event in events
+        if not isinstance(event, Accepted)
+    ]
+    return b"".join(parts)
+
+
+async def _whole(session: Session, generation: Generation, renderer: WholeRenderer, context: Context) -> bytes:
+    headers_sent = False
+    while events := await generation.read():
+        for event in events:
+            if isinstance(event, Delta):
+                session.output_seen()
+                renderer.delta(event)
+            elif not isinstance(event, Accepted):
+                renderer.finish(event)
+            elif not headers_sent:
+                headers_sent = True
+                await send_headers(context, session, event.worker_id, event.cached_tokens)
+    return renderer.body(generation.usage())
+
+
+class _Heartbeat:
+    """Sends a comment on a stream that has been silent; never while another message is being sent."""
+
+    def __init__(self, context: Context, interval_s: float) -> None:
+        self._context = context
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._last_s = self._loop.time()
+        self._paused = False
+        self._beat: asyncio.Task[None] | None = None
+
+    def pulse(self, now_s: float) -> None:
+        """Begin a comment when it is time."""
+        if not self._paused and self._beat is None and now_s - self._last_s >= self._interval_s:
+            self._beat = asyncio.create_task(self._send())
+
+    async def pause(self) -> None:
+        """No comments from here on; waits for one that is being sent."""
+        self._paused = True
+        if self._beat is not None:
+            await self._beat
+
+    def resume(self) -> None:
+        """Something was sent; comments are allowed again."""
+        self._last_s = self._loop.time()
+        self._paused = False
+
+    async def _send(self) -> None:
+        try:
+            await self._context.write(HttpBody(content_type=EVENT_STREAM, data=COMMENT))
+        finally:
+            self._last_s = self._loop.time()
+            self._beat = None
+
+
+def _json(value: Any) -> HttpBody:
+    return HttpBody(content_type=JSON, data=encode(value))
+
+
+def _model_object(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": info.created_s,
+        "owned_by": "kvmesh",
+        "kvmesh": {
+            "context_length": info.context_length,
+            "dtype": info.dtype,
+            "weight_format": info.weight_format,
+            "digest": info.digest,
+            "ready_replicas": info.ready_replicas,
+        },
+    }

@@ -1,0 +1,44 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode
+
+from services.common.models import DEFAULT_MODEL
+from services.common.settings import ServiceSettings
+
+Names = Annotated[tuple[str, ...], NoDecode]
+
+
+class GatewaySettings(ServiceSettings):
+    """What a gateway is told; lists are written with commas."""
+
+    service: ClassVar[str] = "gateway"
+
+    routers: Names = Field(("127.0.0.1:7600",), min_length=1, description="Router addresses, tried in this order.")
+    models: Names = Field((DEFAULT_MODEL,), min_length=1, description="Artifacts whose tokenizers are loaded.")
+    keys_file: Path | None = Field(None, description="API keys (hashed) and their tenants; none: no authentication.")
+    max_inflight_requests: int = Field(1024, ge=1, description="Requests in flight before 503.")
+    max_tenant_inflight_requests: int = Field(1024, ge=1, description="Requests of one tenant in flight before 429.")
+    default_deadline_s: float = Field(600.0, gt=0, description="Life of a request whose client sets no deadline.")
+    heartbeat_s: float = Field(10.0, gt=0, description="Silence on an event stream before a comment is sent.")
+    prepare_timeout_s: float = Field(15.0, gt=0, description="Longest parsing, templating and tokenising of a request.")
+    text_processes: int = Field(2, ge=1, le=32, description="Processes that parse and tokenise long requests.")
+    ask_timeout_s: float = Field(5.0, gt=0, description="Longest wait for a placement.")
+    router_silence_s: float = Field(0.8, gt=0, description="Unanswered asks for so long: the next router is tried.")
+    admit_timeout_s: float = Field(10.0, gt=0, description="Longest wait for a worker to admit a request.")
+    stall_timeout_s: float = Field(60.0, gt=0, description="Longest silence of a worker within a request.")
+    max_attempts: int = Field(3, ge=1, le=10, description="Workers tried before the first token.")
+
+    @field_validator("routers", "models", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        if isinstance(value, (list, tuple)):
+            return tuple(part.strip() for item in value for part in str(item).split(",") if part.strip())
+        return value

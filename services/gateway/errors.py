@@ -1,0 +1,127 @@
+"""Errors of the gateway, and the one table from each to its gRPC status and OpenAI error body.
+
+GatewayError
+├── InvalidRequest                 the caller's mistake
+│   ├── UnsupportedParameter       a known field that is not implemented
+│   └── ContextLengthExceeded      prompt (and output) do not fit the model
+├── AuthenticationFailed
+├── ModelNotFound
+├── TenantLimitExceeded            this tenant has too much in flight
+├── Overloaded                     the gateway or every worker is full
+├── ModelUnavailable               known, and nobody serves it now
+├── DeadlineExceeded
+├── WorkerFailed                   a worker was lost and the request with it
+└── InternalError                  our own bug
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+ERROR_METADATA = "x-openai-error"
+RETRY_METADATA = "retry-after"
+_MAX_MESSAGE_CHARACTERS = 1000
+
+
+class GatewayError(Exception):
+    """Base: `message` is for the caller, `param` names the field at fault. Survives pickling."""
+
+    def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param, retry_after_s)
+        self.message = message[:_MAX_MESSAGE_CHARACTERS]
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(GatewayError):
+    """The request cannot be served as it is."""
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A field of the API that this mesh does not implement."""
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and output together exceed the model's context."""
+
+
+class AuthenticationFailed(GatewayError):
+    """No API key, or an unknown one."""
+
+
+class ModelNotFound(GatewayError):
+    """No model of that name."""
+
+
+class TenantLimitExceeded(GatewayError):
+    """The tenant's share of requests in flight is used up."""
+
+
+class Overloaded(GatewayError):
+    """Nobody can take the request now."""
+
+
+class ModelUnavailable(GatewayError):
+    """The model is known and no replica serves it."""
+
+
+class DeadlineExceeded(GatewayError):
+    """The request's time is over."""
+
+
+class WorkerFailed(GatewayError):
+    """The worker was lost in the middle of the answer, or several failed before it."""
+
+
+class InternalError(GatewayError):
+    """A bug of ours; the message says nothing of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """How one error looks outside."""
+
+    status: str  # name of a gRPC status
+    http_status: int
+    type: str
+    code: str | None
+    retry_after_s: float | None = None
+
+
+_TABLE: dict[type[GatewayError], ErrorShape] = {
+    UnsupportedParameter: ErrorShape("INVALID_ARGUMENT", 400, "invalid_request_error", "unsupported_parameter"),
+    ContextLengthExceeded: ErrorShape("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded"),
+    InvalidRequest: ErrorShape("INVALID_ARGUMENT", 400, "invalid_request_error", None),
+    AuthenticationFailed: ErrorShape("UNAUTHENTICATED", 401, "invalid_request_error", "invalid_api_key"),
+    ModelNotFound: ErrorShape("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
+    TenantLimitExceeded: ErrorShape("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded", 1.0),
+    Overloaded: ErrorShape("UNAVAILABLE", 503, "server_error", "overloaded", 1.0),
+    ModelUnavailable: ErrorShape("UNAVAILABLE", 503, "server_error", "model_unavailable", 1.0),
+    DeadlineExceeded: ErrorShape("DEADLINE_EXCEEDED", 504, "server_error", "deadline_exceeded"),
+    WorkerFailed: ErrorShape("UNAVAILABLE", 503, "server_error", "worker_failed", 1.0),
+    InternalError: ErrorShape("INTERNAL", 500, "server_error", "internal_error"),
+}
+
+
+def shape_of(error: GatewayError) -> ErrorShape:
+    """The row of the nearest class of `error` in the table."""
+    return next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
+
+
+def openai_body(error: GatewayError) -> str:
+    """The OpenAI error body as ASCII JSON."""
+    shape = shape_of(error)
+    inner = {"message": error.message, "type": shape.type, "param": error.param, "code": shape.code}
+    return json.dumps({"error": inner}, separators=(",", ":"))
+
+
+def trailing_metadata(error: GatewayError) -> tuple[tuple[str, str], ...]:
+    """What travels beside the gRPC status: the OpenAI body and, where a retry helps, whole seconds to wait."""
+    shape = shape_of(error)
+    metadata = [(ERROR_METADATA, openai_body(error))]
+    retry_after_s = error.retry_after_s if error.retry_after_s is not None else shape.retry_after_s
+    if shape.retry_after_s is not None and retry_after_s is not None:
+        metadata.append((RETRY_METADATA, str(max(1, math.ceil(retry_after_s)))))
+    return tuple(metadata)

@@ -1,0 +1,50 @@
+"""Metrics of the gateway. Nothing is recorded for a single token; streams are recorded when they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+
+class GatewayMetrics:
+    """The instruments."""
+
+    def __init__(self, inflight: Callable[[], int]) -> None:
+        meter = metrics.get_meter("kvmesh.gateway")
+
+        def observe(_options: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(inflight())]
+
+        meter.create_observable_gauge("kvmesh_gateway_inflight_requests", [observe])
+        self._requests = meter.create_counter("kvmesh_gateway_requests")
+        self._retries = meter.create_counter("kvmesh_gateway_retries")
+        self._prepare = meter.create_histogram("kvmesh_gateway_prepare_seconds", unit="s")
+        self._queue = meter.create_histogram("kvmesh_gateway_queue_seconds", unit="s")
+        self._ttft = meter.create_histogram("kvmesh_ttft_seconds", unit="s")
+        self._tpot = meter.create_histogram("kvmesh_tpot_seconds", unit="s")
+        self._output_tokens = meter.create_counter("kvmesh_gateway_output_tokens")
+
+    def count_retry(self, reason: str) -> None:
+        """An attempt was given up and another is asked for, or the request fails."""
+        self._retries.add(1, {"reason": reason})
+
+    def record_request(self, *, api: str, model: str, code: str, output_tokens: int) -> None:
+        """The end of a client request. code: gRPC status name."""
+        self._requests.add(1, {"api": api, "model": model, "code": code})
+        if output_tokens:
+            self._output_tokens.add(output_tokens, {"model": model})
+
+    def record_prepare(self, seconds: float) -> None:
+        """Parsing, templating and tokenising."""
+        self._prepare.record(seconds)
+
+    def record_timings(self, *, model: str, queue_s: float, ttft_s: float | None, tpot_s: float | None) -> None:
+        """queue_s: waiting for placements. ttft_s and tpot_s: None when there were too few tokens."""
+        attributes = {"model": model}
+        self._queue.record(queue_s, attributes)
+        if ttft_s is not None:
+            self._ttft.record(ttft_s, attributes)
+        if tpot_s is not None:
+            self._tpot.record(tpot_s, attributes)

@@ -1,0 +1,138 @@
+"""From a request to a plan: tokens, context limits, block ids. Pure; runs wherever the pool decides."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.common.blocks import BlockId, block_root, cache_namespace, chain_block_ids, join_ids
+from services.gateway.errors import ContextLengthExceeded, InvalidRequest
+from services.gateway.request import GenerationRequest, Plan, PromptPlan, check_request
+from services.gateway.text.detokenizer import decode_all
+from services.gateway.text.text_model import TextModel
+
+
+class ModelView(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a served model enters a plan."""
+
+    name: str
+    digest: bytes
+    context_length: int
+    kv_dtype: str
+    block_tokens: int
+    layout_version: int
+    vocab_size: int
+
+
+class Tenant(msgspec.Struct, frozen=True):
+    """Whose request it is. Raising the generation makes the tenant's older cache blocks unreachable."""
+
+    name: str
+    generation: int = 0
+
+
+def make_plan(
+    request: GenerationRequest, *, text: TextModel, view: ModelView, tenant: Tenant, block_key: bytes
+) -> Plan:
+    """Check `request` against its model and prepare it. Raises InvalidRequest or ContextLengthExceeded."""
+    check_request(request)
+    _check_token_ids(request, view)
+    root = block_root(
+        block_key,
+        model_digest=view.digest,
+        kv_dtype=view.kv_dtype,
+        layout_version=view.layout_version,
+        namespace=cache_namespace(tenant=tenant.name, generation=tenant.generation, cache_salt=request.cache_salt),
+    )
+    field = "messages" if request.chat is not None else "prompt"
+    tokens = [_tokens(prompt, text, view, field) for prompt in _prompts(request)]
+    budgets = [_output_budget(len(ids), request.max_tokens, view, field) for ids in tokens]
+    eos = () if request.ignore_eos else text.eos_token_ids
+    return Plan(
+        model=view.name,
+        model_digest=view.digest,
+        block_root=root,
+        prompts=[
+            PromptPlan(
+                token_ids=ids,
+                block_ids=_block_ids(block_key, root, ids, view),
+                max_tokens=budget,
+                echo=_echo(request, i, ids, text),
+            )
+            for i, (ids, budget) in enumerate(zip(tokens, budgets, strict=True))
+        ],
+        sampling=request.sampling,
+        num_choices=request.num_choices,
+        stop=request.stop,
+        stop_token_ids=tuple(sorted({*request.stop_token_ids, *eos})),
+        priority=request.priority,
+    )
+
+
+def _prompts(request: GenerationRequest) -> list[str | list[int] | list[dict[str, str]]]:
+    return [request.chat] if request.chat is not None else list(request.prompts)
+
+
+def _tokens(prompt: str | list[int] | list[dict[str, str]], text: TextModel, view: ModelView, field: str) -> list[int]:
+    if isinstance(prompt, str):
+        _refuse_hopeless(prompt, text, view, field)
+        ids = text.encode_text(prompt)
+    elif isinstance(prompt[0], dict):
+        messages: list[dict[str, str]] = prompt
+        _refuse_hopeless("".join(message["content"] for message in messages), text, view, field)
+        ids = text.encode_chat(messages)
+    else:
+        ids = prompt
+    if not ids:
+        raise InvalidRequest("the prompt has no tokens", field)
+    return ids
+
+
+def _refuse_hopeless(text: str, model: TextModel, view: ModelView, field: str) -> None:
+    """A text that cannot fit by its size alone is not tokenised."""
+    least = model.least_tokens(len(text))
+    if least > view.context_length:
+        raise _too_long(f"at least {least}", view, field)
+
+
+def _output_budget(num_prompt: int, max_tokens: int | None, view: ModelView, field: str) -> int:
+    left = view.context_length - num_prompt
+    if left < 1:
+        raise _too_long(str(num_prompt), view, field)
+    if max_tokens is None:
+        return left
+    if max_tokens > left:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {view.context_length} tokens, but {num_prompt + max_tokens} were "
+            f"requested ({num_prompt} in the {field}, {max_tokens} for the completion).",
+            "max_tokens",
+        )
+    return max_tokens
+
+
+def _too_long(num_prompt: str, view: ModelView, field: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {view.context_length} tokens, but the {field} has {num_prompt} tokens "
+        "and at least one is needed for the completion.",
+        field,
+    )
+
+
+def _block_ids(key: bytes, root: BlockId, ids: list[int], view: ModelView) -> bytes:
+    return join_ids(chain_block_ids(key, root, ids, view.block_tokens))
+
+
+def _check_token_ids(request: GenerationRequest, view: ModelView) -> None:
+    for prompt in request.prompts:
+        if not isinstance(prompt, str) and not all(0 <= i < view.vocab_size for i in prompt):
+            raise InvalidRequest(f"a token id is outside the vocabulary of {view.vocab_size}", "prompt")
+    if not all(0 <= i < view.vocab_size for i in request.stop_token_ids):
+        raise InvalidRequest(f"a token id is outside the vocabulary of {view.vocab_size}", "stop_token_ids")
+    if not all(0 <= i < view.vocab_size for i in request.sampling.logit_bias):
+        raise InvalidRequest(f"a token id is outside the vocabulary of {view.vocab_size}", "logit_bias")
+
+
+def _echo(request: GenerationRequest, index: int, ids: list[int], text: TextModel) -> str:
+    if not request.echo:
+        return ""
+    prompt = request.prompts[index]
+    return prompt if isinstance(prompt, str) else decode_all(text.vocabulary, ids)

@@ -1,0 +1,139 @@
+"""What a client wants and what will be run: plain data between the two APIs and the core.
+
+Both APIs translate into a GenerationRequest; `planning` turns it into a Plan (tokens, block ids, limits checked).
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from services.gateway.errors import InvalidRequest
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_PROMPTS = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+_U64 = 2**64
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields and meaning of proto SamplingParams; seed None: a fresh one is drawn at admission."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    num_logprobs: int | None = None
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One client request. Either `chat` (one prompt) or `prompts`, each a text or token ids."""
+
+    model: str
+    prompts: list[str | list[int]] = []
+    chat: list[dict[str, str]] | None = None
+    sampling: Sampling = Sampling()
+    num_choices: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    echo: bool = False
+
+
+class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, ready for a worker. echo: its text where the answer repeats it."""
+
+    token_ids: list[int]
+    block_ids: bytes
+    max_tokens: int
+    echo: str = ""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked request. stop_token_ids holds the end-of-sequence tokens unless they are to be ignored."""
+
+    model: str
+    model_digest: bytes
+    block_root: bytes
+    prompts: list[PromptPlan]
+    sampling: Sampling
+    num_choices: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    priority: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raise InvalidRequest naming the first field that is out of range."""
+    if not request.model:
+        raise InvalidRequest("model must be given", "model")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
+    if not 1 <= request.num_choices <= MAX_CHOICES:
+        raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, not {request.num_choices}", "n")
+    _check_prompts(request)
+    _check_stops(request)
+    _check_sampling(request.sampling)
+
+
+def _check_prompts(request: GenerationRequest) -> None:
+    if request.chat is not None:
+        if not request.chat:
+            raise InvalidRequest("messages must not be empty", "messages")
+        return
+    if not request.prompts:
+        raise InvalidRequest("prompt must not be empty", "prompt")
+    if len(request.prompts) > MAX_PROMPTS:
+        raise InvalidRequest(f"at most {MAX_PROMPTS} prompts, not {len(request.prompts)}", "prompt")
+    if any(len(prompt) == 0 for prompt in request.prompts):
+        raise InvalidRequest("prompt must not be empty", "prompt")
+
+
+def _check_stops(request: GenerationRequest) -> None:
+    if len(request.stop) > MAX_STOPS:
+        raise InvalidRequest(f"at most {MAX_STOPS} stop strings, not {len(request.stop)}", "stop")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in request.stop):
+        raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters", "stop")
+    if len(request.stop_token_ids) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} stop tokens", "stop_token_ids")
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    _check_range("temperature", sampling.temperature, 0.0, 2.0)
+    _check_range("top_p", sampling.top_p, 0.0, 1.0, above=True)
+    _check_range("min_p", sampling.min_p, 0.0, 1.0)
+    _check_range("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0.0, 2.0, above=True)
+    _check_range("top_k", sampling.top_k, 0, 2**32 - 1)
+    if sampling.seed is not None and not 0 <= sampling.seed < _U64:
+        raise InvalidRequest("seed must be a 64-bit number", "seed")
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias has more than {MAX_LOGIT_BIAS} entries", "logit_bias")
+    for bias in sampling.logit_bias.values():
+        _check_range("logit_bias", bias, -100.0, 100.0)
+    if sampling.num_logprobs is not None:
+        _check_range("logprobs", sampling.num_logprobs, 0, MAX_LOGPROBS)
+
+
+def _check_range(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    if not math.isfinite(value) or not low <= value <= high or (above and value == low):
+        border = "greater than" if above else "at least"
+        raise InvalidRequest(f"{name} must be {border} {low} and at most {high}, not {value}", name)

@@ -1,0 +1,129 @@
+"""A whole gateway in one object: builds the parts from settings, runs them, drains them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+from kvmesh.v1 import inference_pb2, openai_pb2
+from kvmesh.v1.inference_pb2_grpc import add_InferenceServicer_to_server
+from kvmesh.v1.openai_pb2_grpc import add_OpenAIServicer_to_server
+
+from services.common.models import resolve_model
+from services.common.rpc import MeshServer
+from services.common.security import MeshSecret
+from services.gateway.admission import Admission
+from services.gateway.api.native import InferenceService
+from services.gateway.api.openai_service import OpenAIService
+from services.gateway.catalog import ModelCatalog
+from services.gateway.config import GatewaySettings
+from services.gateway.core import Core
+from services.gateway.keys import KeyRing
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.placed_stream import Placement
+from services.gateway.pulse import Pulse
+from services.gateway.router_client import RouterClient
+from services.gateway.text.pool import Preparer, TextPool
+from services.gateway.text.text_model import load_text_model
+from services.gateway.worker_channels import WorkerChannels
+
+_PULSE_S = 0.5
+_DRAIN_POLL_S = 0.05
+_log = structlog.get_logger("gateway")
+
+
+class GatewayServer:
+    """The running gateway: `address` to call, `core` to look into, `drain` before leaving the context."""
+
+    def __init__(self, settings: GatewaySettings, secret: MeshSecret) -> None:
+        """Loads tokenizers and keys. Call inside the running loop. Raises ConfigurationError."""
+        sources = [resolve_model(spec) for spec in settings.models]
+        texts = {source.name: load_text_model(source) for source in sources}
+        key = secret.block_key
+        admission = Admission(
+            max_total=settings.max_inflight_requests, max_tenant=settings.max_tenant_inflight_requests
+        )
+        metrics = GatewayMetrics(lambda: admission.total)
+        self._settings = settings
+        self.router = RouterClient(
+            settings.routers, secret, ask_timeout_s=settings.ask_timeout_s, silence_s=settings.router_silence_s
+        )
+        self.channels = WorkerChannels()
+        self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4))
+        self.core = Core(
+            keys=KeyRing(settings.keys_file),
+            catalog=ModelCatalog(texts.values()),
+            pool=TextPool(
+                sources,
+                Preparer(texts, key),
+                block_key=key,
+                processes=settings.text_processes,
+                timeout_s=settings.prepare_timeout_s,
+            ),
+            admission=admission,
+            placement=Placement(
+                router=self.router,
+                channels=self.channels,
+                secret=secret,
+                pulse=self.pulse,
+                metrics=metrics,
+                admit_timeout_s=settings.admit_timeout_s,
+                stall_timeout_s=settings.stall_timeout_s,
+                max_attempts=settings.max_attempts,
+            ),
+            metrics=metrics,
+            block_key=key,
+            default_deadline_s=settings.default_deadline_s,
+        )
+        self._server = MeshServer(settings.listen, secret=None)
+        self._server.add(
+            add_InferenceServicer_to_server,
+            InferenceService(self.core),
+            inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+        )
+        self._server.add(
+            add_OpenAIServicer_to_server,
+            OpenAIService(self.core, heartbeat_s=settings.heartbeat_s),
+            openai_pb2.DESCRIPTOR.services_by_name["OpenAI"].full_name,
+        )
+        self.address = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[GatewayServer]:
+        """Serve inside the block. Raises RuntimeError when the address is taken."""
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await self.core.pool.start()
+            parts = (
+                self.router.run(),
+                self.router.watch_models(self.core.catalog.update),
+                self.pulse.run(),
+                self.channels.sweep(),
+            )
+            tasks = [asyncio.create_task(part) for part in parts]
+            self.address = await self._server.start(self._settings.advertise_host)
+            await self._server.set_ready(True)
+            yield self
+        finally:
+            await self._server.stop(0)
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception):
+                    _log.error("background_task_failed", error=repr(result))
+            await self.channels.close()
+            await self.router.close()
+            self.core.pool.close()
+
+    async def drain(self) -> None:
+        """Turn health off, refuse new requests and wait until the running ones have ended, within the deadline."""
+        self.core.admission.draining = True
+        await self._server.set_ready(False)
+        ends_s = time.monotonic() + self._settings.drain_deadline_s
+        _log.info("draining", inflight=self.core.admission.total)
+        while self.core.admission.total and time.monotonic() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_POLL_S)
+        _log.info("drained", inflight=self.core.admission.total)

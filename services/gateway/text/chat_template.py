@@ -1,0 +1,115 @@
+"""The model's own chat template, in jinja2's sandbox, safe against control tokens typed by a user.
+
+A special token that occurs inside a message must not become a control token. Before rendering, every special token's
+text in roles, names and contents gets a guard character after its first one; what then looks like a special token in
+the rendered text is the template's own. `Rendered.pieces` gives those apart from plain text, guards removed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.common.settings import ConfigurationError
+from services.gateway.errors import InvalidRequest
+
+_GUARDS = range(0x10F000, 0x10FFFE)
+_MAX_GROWTH = 8
+_MAX_SLACK_CHARACTERS = 1 << 20
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered chat. Parts of `text` that match `special` are control tokens, `guard` is to be dropped."""
+
+    text: str
+    guard: str
+    special: re.Pattern[str] | None
+
+    def pieces(self) -> Iterator[tuple[str, bool]]:
+        """Runs of text in order, each with whether it is one special token."""
+        position = 0
+        for match in self.special.finditer(self.text) if self.special is not None else ():
+            if match.start() > position:
+                yield self.text[position : match.start()].replace(self.guard, ""), False
+            yield match[0], True
+            position = match.end()
+        if position < len(self.text):
+            yield self.text[position:].replace(self.guard, ""), False
+
+
+class ChatTemplate:
+    """A compiled template with the model's special tokens."""
+
+    def __init__(self, source: str, *, special_tokens: Sequence[str], variables: Mapping[str, str]) -> None:
+        """variables: what templates expect beside the messages, such as bos_token. Raises ConfigurationError."""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigurationError(f"chat template: {error}") from None
+        self._variables = dict(variables)
+        longest_first = sorted((token for token in special_tokens if token), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> Rendered:
+        """The chat up to where the assistant's answer begins. Raises InvalidRequest when the template refuses it."""
+        guard = _unused_character(messages)
+        guarded = [{key: self._guarded(value, guard) for key, value in message.items()} for message in messages]
+        size = sum(len(value) for message in guarded for value in message.values())
+        limit = _MAX_GROWTH * size + _MAX_SLACK_CHARACTERS
+        parts: list[str] = []
+        try:
+            for part in self._template.generate(
+                messages=guarded, add_generation_prompt=True, tools=None, documents=None, **self._variables
+            ):
+                parts.append(part)
+                limit -= len(part)
+                if limit < 0:
+                    raise InvalidRequest("the chat template's output is too long", "messages")
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from None
+        except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+            raise InvalidRequest(
+                f"the model's chat template cannot render these messages: {type(error).__name__}", "messages"
+            ) from None
+        return Rendered("".join(parts), guard, self._special)
+
+    def _guarded(self, text: str, guard: str) -> str:
+        if self._special is None:
+            return text
+        return self._special.sub(lambda match: match[0][0] + guard + match[0][1:], text)
+
+
+def _unused_character(messages: Sequence[Mapping[str, str]]) -> str:
+    texts = [value for message in messages for value in message.values()]
+    first = chr(_GUARDS[0])
+    if not any(first in text for text in texts):
+        return first
+    used = set().union(*texts)
+    for number in _GUARDS:
+        if chr(number) not in used:
+            return chr(number)
+    raise InvalidRequest("the messages use every private character", "messages")
