@@ -48,7 +48,14 @@ def _children(ready_file: Path, pid: int | None) -> list[dict[str, Any]]:
     if told.get("pid") != pid:
         return []
     return [
-        {"role": child["role"], "pid": child["pid"]}
-        for child in told.get("children", [])
-        if Path(f"/proc/{child['pid']}").exists()
+        {"role": child["role"], "pid": child["pid"]} for child in told.get("children", []) if is_alive(child["pid"])
     ]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that waits to be reaped does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,0 +1,106 @@
+"""The plan of a mesh, the options behind it, and what must not be in command lines."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from services.cli.errors import CliError
+from services.cli.options import MeshOptions, configured_redis_url, mesh_options
+from services.cli.plan import Binaries, MeshPlan, Planner
+from services.cli.state import StateDir
+from services.common.models import ModelSource
+
+MODELS = (ModelSource("a", Path("/a.gguf")), ModelSource("b", Path("/b.gguf")))
+PASSWORD = "never-in-a-command-line"
+
+
+def made(**values: object) -> MeshPlan:
+    return Planner(
+        mesh_options(**values),
+        MODELS,
+        state=StateDir(Path("/state")),
+        binaries=Binaries(Path("/envoy"), Path("/valkey")),
+        ports=itertools.count(20_000),
+        redis_password=PASSWORD,
+        otlp_endpoint="http://127.0.0.1:4317",
+    ).plan()
+
+
+def test_every_process_has_a_name_and_addresses_of_its_own() -> None:
+    plan = made(workers=3, kvstores=2, routers=2, gateways=2)
+    names = [spec.name for spec in plan.processes]
+    assert names == [
+        *("valkey", "kvstore-0", "kvstore-1", "router-0", "router-1"),
+        *("worker-0", "worker-1", "worker-2", "gateway-0", "gateway-1", "envoy"),
+    ]
+    addresses = [value for spec in plan.processes for value in (spec.address, spec.metrics, spec.admin) if value]
+    assert len(addresses) == len(set(addresses))
+
+
+def test_models_are_shared_out_over_the_workers() -> None:
+    workers = [spec for spec in made(workers=3).processes if spec.kind == "worker"]
+    models = [spec.command[spec.command.index("--model") + 1] for spec in workers]
+    assert models == ["a=/a.gguf", "b=/b.gguf", "a=/a.gguf"]
+
+
+def test_gateways_know_every_router() -> None:
+    plan = made(routers=2)
+    routers = [spec.address for spec in plan.processes if spec.kind == "router"]
+    (gateway,) = [spec for spec in plan.processes if spec.kind == "gateway"]
+    assert gateway.command[gateway.command.index("--routers") + 1] == ",".join(routers)
+
+
+def test_no_secret_is_in_a_command_line() -> None:
+    for plan in (made(), made(redis_url=f"redis://:{PASSWORD}@redis:6379/0")):
+        assert PASSWORD in plan.redis_url
+        assert not any(PASSWORD in part for spec in plan.processes for part in spec.command)
+
+
+def test_a_given_redis_is_used() -> None:
+    plan = made(redis_url="redis://elsewhere:6379/0")
+    assert "valkey" not in {spec.kind for spec in plan.processes}
+    assert plan.processes[0].environment == {"KVMESH_REDIS_URL": "redis://elsewhere:6379/0"}
+
+
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert [MeshOptions(workers=count).worker_threads for count in (1, 3, 16)] == [8, 2, 1]
+    assert MeshOptions(workers=2, threads=5).worker_threads == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"workers": 0}, "--workers=0"),
+        ({"device": "tpu"}, "--device='tpu'"),
+        ({"http_port": 70_000}, "--http-port=70000"),
+        ({"models": ("a", "b")}, "--workers=1: fewer than the 2 models"),
+    ],
+)
+def test_a_wrong_option_is_named(values: dict[str, object], named: str) -> None:
+    with pytest.raises(CliError) as caught:
+        mesh_options(**values)
+    assert str(caught.value).startswith(named)
+    assert "\n" not in str(caught.value)
+
+
+def test_redis_of_the_environment_and_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("REDIS_URL", "KVMESH_REDIS_URL", "KVMESH_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    assert configured_redis_url() == ""
+    file = tmp_path / "kvmesh.toml"
+    file.write_text('[common]\nredis_url = "redis://file/0"\n')
+    monkeypatch.setenv("KVMESH_CONFIG", str(file))
+    assert configured_redis_url() == "redis://file/0"
+    monkeypatch.setenv("REDIS_URL", "redis://plain/0")
+    assert configured_redis_url() == "redis://plain/0"
+    monkeypatch.setenv("KVMESH_REDIS_URL", "redis://ours/0")
+    assert configured_redis_url() == "redis://ours/0"
+    file.write_text("not toml")
+    monkeypatch.delenv("REDIS_URL")
+    monkeypatch.delenv("KVMESH_REDIS_URL")
+    with pytest.raises(CliError, match="configuration file"):
+        configured_redis_url()
