@@ -127,7 +127,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **self.spec.environment},
+                env={**self.spec.defaults, **os.environ, **self.spec.environment},
             )
         finally:
             os.close(log)

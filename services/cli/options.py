@@ -14,7 +14,7 @@ from services.common.models import DEFAULT_MODEL
 
 
 class MeshOptions(BaseModel):
-    """Sizes and addresses of a local mesh. Absent worker settings are left to the worker's own defaults."""
+    """Sizes and addresses of a local mesh. What is None is left to the service's own settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,18 +23,22 @@ class MeshOptions(BaseModel):
     routers: int = Field(1, ge=1, le=16)
     gateways: int = Field(1, ge=1, le=16)
     models: tuple[str, ...] = (DEFAULT_MODEL,)
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda"] | None = None
+    dtype: Literal["bfloat16", "float32"] | None = None
+    kv_cache_mb: int | None = Field(None, ge=1)
+    kvstore_mb: int | None = Field(None, ge=1)
+    policy: str | None = None
     http_host: str = "127.0.0.1"
     http_port: int = Field(8080, ge=1, le=65535)
     redis_url: str = ""
-    threads: int = Field(0, ge=0)
+    threads: int | None = Field(None, ge=1)
     trace_sampling_percent: float = Field(100.0, ge=0, le=100)
     start_timeout_s: float = Field(180.0, gt=0)
 
     @property
-    def worker_threads(self) -> int:
-        """Compute threads of each worker: as told, or the cores shared out."""
-        return self.threads or max(1, (os.cpu_count() or 1) // self.workers)
+    def fair_threads(self) -> int:
+        """Compute threads of each worker when nothing else says: the cores shared out."""
+        return max(1, (os.cpu_count() or 1) // self.workers)
 
 
 def mesh_options(**values: object) -> MeshOptions:

@@ -24,7 +24,10 @@ MAX_VALKEY_BYTES = 512 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process. `metrics` is empty where there is no Prometheus page; `admin` is Envoy's."""
+    """One process. `metrics` is empty where there is no Prometheus page; `admin` is Envoy's.
+
+    `environment` goes before the supervisor's own environment, `defaults` after it.
+    """
 
     name: str
     kind: str
@@ -33,6 +36,7 @@ class ProcessSpec:
     metrics: str = ""
     admin: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +88,13 @@ class Planner:
         if not redis_url:
             valkey, redis_url = self._valkey()
             first.append(valkey)
-        kvstores = [self._service("kvstore", number, redis_url) for number in range(options.kvstores)]
-        routers = [self._service("router", number, redis_url) for number in range(options.routers)]
-        workers = [self._service("worker", one, redis_url, *self._worker(one)) for one in range(options.workers)]
-        gateways = [
-            self._service("gateway", one, redis_url, *self._gateway(routers)) for one in range(options.gateways)
+        kvstores = [self._service("kvstore", one, redis_url, *self._kvstore()) for one in range(options.kvstores)]
+        routers = [
+            self._service("router", one, redis_url, *_flag("policy", options.policy)) for one in range(options.routers)
         ]
+        workers = [self._service("worker", one, redis_url, *self._worker(one)) for one in range(options.workers)]
+        ask = self._gateway(routers)
+        gateways = [self._service("gateway", one, redis_url, *ask) for one in range(options.gateways)]
         processes = (*first, *kvstores, *routers, *workers, *gateways, self._envoy(gateways))
         return MeshPlan(processes, self._files, redis_url, f"{options.http_host}:{options.http_port}")
 
@@ -110,13 +115,20 @@ class Planner:
             metrics=metrics,
             # Not a flag: the URL may hold a password, and command lines are public.
             environment={"KVMESH_REDIS_URL": redis_url},
+            defaults={"KVMESH_WORKER_THREADS": str(self._options.fair_threads)} if kind == "worker" else {},
         )
 
+    def _kvstore(self) -> tuple[str, ...]:
+        return _flag("ram-bytes", _bytes(self._options.kvstore_mb))
+
     def _worker(self, number: int) -> tuple[str, ...]:
-        model = self._models[number % len(self._models)]
+        options, model = self._options, self._models[number % len(self._models)]
         return (
-            *("--model", f"{model.name}={model.path}", "--device", self._options.device),
-            *("--threads", str(self._options.worker_threads)),
+            *_flag("model", f"{model.name}={model.path}"),
+            *_flag("device", options.device),
+            *_flag("dtype", options.dtype),
+            *_flag("threads", options.threads),
+            *_flag("kv-cache-bytes", _bytes(options.kv_cache_mb)),
         )
 
     def _gateway(self, routers: list[ProcessSpec]) -> tuple[str, ...]:
@@ -164,3 +176,11 @@ class Planner:
     def _address_and_port(self) -> tuple[str, int]:
         port = next(self._ports)
         return f"{LOOPBACK}:{port}", port
+
+
+def _flag(name: str, value: object) -> tuple[str, ...]:
+    return () if value is None else (f"--{name}", str(value))
+
+
+def _bytes(mebibytes: int | None) -> int | None:
+    return None if mebibytes is None else mebibytes * 2**20

@@ -19,7 +19,7 @@ PASSWORD = "never-in-a-command-line"
 
 def made(**values: object) -> MeshPlan:
     return Planner(
-        mesh_options(**values),
+        mesh_options(**{"workers": 2, **values}),
         MODELS,
         state=StateDir(Path("/state")),
         binaries=Binaries(Path("/envoy"), Path("/valkey")),
@@ -67,8 +67,17 @@ def test_a_given_redis_is_used() -> None:
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    assert [MeshOptions(workers=count).worker_threads for count in (1, 3, 16)] == [8, 2, 1]
-    assert MeshOptions(workers=2, threads=5).worker_threads == 5
+    assert [MeshOptions(workers=count).fair_threads for count in (1, 3, 16)] == [8, 2, 1]
+
+
+def test_only_what_is_said_becomes_a_flag() -> None:
+    silent, told = (
+        next(spec for spec in plan.processes if spec.kind == "worker")
+        for plan in (made(workers=2), made(workers=2, threads=5, dtype="float32", kv_cache_mb=2))
+    )
+    assert not {"--threads", "--dtype", "--device", "--kv-cache-bytes"} & set(silent.command)
+    assert set(silent.defaults) == {"KVMESH_WORKER_THREADS"}
+    assert told.command[-6:] == ("--dtype", "float32", "--threads", "5", "--kv-cache-bytes", str(2 * 2**20))
 
 
 @pytest.mark.parametrize(

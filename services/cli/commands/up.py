@@ -29,9 +29,13 @@ def up(
         typer.Option(help="Model: a known name, PATH or NAME=PATH; repeat for more. [default: smollm2-135m]"),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cpu]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32. [default: bfloat16]")] = None,
     threads: Annotated[
         int | None, typer.Option(help="Compute threads of a worker. [default: the cores shared out]")
     ] = None,
+    kv_cache_mb: Annotated[int | None, typer.Option(help="KV cache of a worker, MiB. [default: 1024]")] = None,
+    kvstore_mb: Annotated[int | None, typer.Option(help="Memory of a kvstore node, MiB. [default: 1024]")] = None,
+    policy: Annotated[str | None, typer.Option(help="How routers choose. [default: predicted_ttft]")] = None,
     http_host: Annotated[str | None, typer.Option(help="Address that Envoy listens on. [default: 127.0.0.1]")] = None,
     http_port: Annotated[int | None, typer.Option(help="Port that Envoy listens on. [default: 8080]")] = None,
     redis: Annotated[
@@ -52,7 +56,11 @@ def up(
         gateways=gateways,
         models=tuple(model) if model else None,
         device=device,
+        dtype=dtype,
         threads=threads,
+        kv_cache_mb=kv_cache_mb,
+        kvstore_mb=kvstore_mb,
+        policy=policy,
         http_host=http_host,
         http_port=http_port,
         redis_url=redis or configured_redis_url(),
