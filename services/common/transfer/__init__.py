@@ -1,0 +1,1 @@
+"""Pull and push of KV blocks between the processes of a mesh: one protocol, two transports (UCX and gRPC)."""

@@ -1,0 +1,152 @@
+"""What a transfer is, whatever carries it: pull and push on the client's side, a source and a sink on the server's.
+
+Two promises hold for every transport. When `pull` or `push` has returned or raised, nobody reads or writes the
+buffers it was given any more: a buffer whose operation timed out is kept until the transport says that it is done.
+And a peer that is dead or silent is an error within a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.blocks import BlockId
+
+PROTOCOL_VERSION = 1
+# Most blocks of one pull and of one push; callers split longer ones.
+MAX_PULL_BLOCKS = 4096
+MAX_PUSH_BLOCKS = 64
+# A heartbeat goes out this often while something is under way; this many without an answer mean that the peer is lost.
+HEARTBEAT_S = 0.2
+SILENT_HEARTBEATS = 4
+# Longest wait for a connection and its handshake.
+CONNECT_TIMEOUT_S = 0.8
+# How long a stopped pull may take to end in an orderly way before its connection is closed.
+STOP_GRACE_S = 0.5
+
+# Why an answer stopped short.
+STOP_COMPLETE, STOP_MISSING, STOP_EPOCH = "", "missing", "epoch"
+STOP_OVERLOAD, STOP_DEADLINE, STOP_CANCELLED = "overload", "deadline", "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """Where a holder listens; either may be empty."""
+
+    pull_address: str
+    grpc_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """Blocks wanted, in prefix order. epoch 0: any. deadline_s: how long the puller waits, from sending."""
+
+    ids: Sequence[BlockId]
+    epoch: int
+    deadline_s: float
+    traceparent: str = ""
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """How a pull ended: the first `num_blocks` arrived; `stop` says why the rest did not."""
+
+    num_blocks: int
+    stop: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushRequest:
+    """Blocks offered, in prefix order: encoded headers and the memory that holds them. epoch 0: any."""
+
+    headers: Sequence[bytes]
+    payloads: Sequence[memoryview]
+    epoch: int
+    deadline_s: float
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """The first `accepted` blocks are held by the peer now; `rejected` were not kept."""
+
+    accepted: int
+    rejected: int
+
+
+# Called for each block in order, once its bytes are in its buffer: index, encoded header, tier.
+OnBlock = Callable[[int, bytes, str], None]
+
+
+class Transport(Protocol):
+    """The client's side. Cancelling a call is allowed and keeps the promise about buffers."""
+
+    name: str
+
+    async def pull(
+        self, peer: PeerAddress, request: PullRequest, buffers: Sequence[memoryview], on_block: OnBlock
+    ) -> PullResult:
+        """Fetch blocks into `buffers`, one for each id. Raises TransferError; blocks reported before it are good."""
+
+    async def push(self, peer: PeerAddress, request: PushRequest) -> PushResult:
+        """Offer blocks. Raises TransferError; the peer may then hold some of them."""
+
+    async def close(self) -> None:
+        """Close every connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlock:
+    """A block that a source lends: its encoded header, its bytes, and the tier it comes from."""
+
+    header: bytes
+    payload: memoryview
+    tier: str
+
+
+class BlockLease(Protocol):
+    """Leading blocks of a request, which stay where they are until `release`."""
+
+    @property
+    def blocks(self) -> Sequence[HeldBlock]: ...
+
+    @property
+    def stop(self) -> str:
+        """Why there are fewer than asked; STOP_COMPLETE when there are not."""
+
+    def release(self, num_sent: int, stop: str) -> None:
+        """Nobody reads the blocks any more. Called exactly once."""
+
+
+class BlockSource(Protocol):
+    """Whoever holds blocks."""
+
+    async def lease(self, request: PullRequest) -> BlockLease:
+        """Hold the leading blocks of `request` that are here."""
+
+
+class Reservation(Protocol):
+    """Room for the leading blocks of an offer. Exactly one of `commit` and `abandon` is called."""
+
+    @property
+    def num_held(self) -> int:
+        """Leading blocks that are here already and need not come."""
+
+    @property
+    def buffers(self) -> Sequence[memoryview]:
+        """Of the blocks after those that are here already."""
+
+    async def commit(self) -> int:
+        """All buffers are filled: verify and keep. Returns how many leading blocks are held now."""
+
+    def abandon(self) -> None:
+        """The blocks did not come, and nobody writes the buffers any more."""
+
+
+class BlockSink(Protocol):
+    """Whoever keeps blocks."""
+
+    async def reserve(self, headers: Sequence[bytes], epoch: int) -> Reservation:
+        """Room for the leading blocks that would be kept; none is an empty reservation."""

@@ -1,0 +1,170 @@
+"""Control messages of the UCX transport, and the proofs of its handshake.
+
+Messages are msgpack in active messages, which UCX delivers by connection; payloads travel by tag. A connection begins
+Hello ▸ Challenge ▸ Proof ▸ Welcome: both sides prove the mesh secret over both nonces. Tags are derived from it too, so
+that only the two ends of a connection can name the buffers posted for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from hashlib import sha256
+
+import msgspec
+
+from services.common.transfer.errors import ProtocolViolation
+
+NONCE_BYTES = 16
+MAX_CONTROL_BYTES = 4 * 2**20
+_TAG_COUNTER_BITS = 24
+
+
+class Control(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all control messages. `op` is chosen by the side that starts an operation."""
+
+
+class Hello(Control, frozen=True):
+    """First message, from the connecting side."""
+
+    version: int
+    nonce: bytes
+
+
+class Challenge(Control, frozen=True):
+    """The listening side's nonce, and its proof."""
+
+    version: int
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(Control, frozen=True):
+    """The connecting side's proof."""
+
+    proof: bytes
+
+
+class Welcome(Control, frozen=True):
+    """The handshake is over."""
+
+
+class Refused(Control, frozen=True):
+    """The handshake failed; the connection closes."""
+
+    reason: str
+
+
+class Pull(Control, frozen=True):
+    """Fields of PullRequest; ids are concatenated."""
+
+    op: int
+    ids: bytes
+    epoch: int
+    deadline_s: float
+    traceparent: str
+    request_id: str
+
+
+class Blocks(Control, frozen=True):
+    """The next blocks of a pull, `first` on: their payloads follow under `tag`, `tag + 1`, …"""
+
+    op: int
+    first: int
+    tag: int
+    headers: list[bytes]
+    tiers: list[str]
+
+
+class PullEnd(Control, frozen=True):
+    """`num_blocks` were sent in all."""
+
+    op: int
+    num_blocks: int
+    stop: str
+
+
+class Cancel(Control, frozen=True):
+    """Announce no more blocks of a pull, and end it."""
+
+    op: int
+
+
+class Offer(Control, frozen=True):
+    """Headers of a push."""
+
+    op: int
+    headers: list[bytes]
+    epoch: int
+    deadline_s: float
+    traceparent: str
+
+
+class Accept(Control, frozen=True):
+    """Buffers for `num_blocks` of an offer, `first` on, are posted under `tag`, `tag + 1`, …; those before are held."""
+
+    op: int
+    first: int
+    num_blocks: int
+    tag: int
+
+
+class PushEnd(Control, frozen=True):
+    """A push is over."""
+
+    op: int
+    accepted: int
+
+
+class Ping(Control, frozen=True):
+    """Are you there?"""
+
+
+class Pong(Control, frozen=True):
+    """Yes."""
+
+
+ToServer = Pull | Cancel | Offer
+ToClient = Blocks | PullEnd | Accept | PushEnd
+AnyControl = ToServer | ToClient | Hello | Challenge | Proof | Welcome | Refused | Ping | Pong
+
+_decoder: msgspec.msgpack.Decoder[AnyControl] = msgspec.msgpack.Decoder(AnyControl)
+
+
+def encode(message: Control) -> bytes:
+    """Bytes of a control message."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes) -> AnyControl:
+    """The message in `data`. Raises ProtocolViolation."""
+    if len(data) > MAX_CONTROL_BYTES:
+        raise ProtocolViolation(f"control message of {len(data)} bytes")
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError:
+        raise ProtocolViolation("not a control message") from None
+
+
+def proof(key: bytes, role: bytes, version: int, hello_nonce: bytes, challenge_nonce: bytes) -> bytes:
+    """What shows that `role` (b"client" or b"server") knows the key in this very handshake."""
+    message = b"|".join(
+        (b"kvmesh pull", role, str(version).encode(), hello_nonce.hex().encode(), challenge_nonce.hex().encode())
+    )
+    return hmac.new(key, message, sha256).digest()
+
+
+class TagSequence:
+    """Tags of one direction of one connection: 40 secret bits and a counter."""
+
+    def __init__(self, key: bytes, direction: bytes, hello_nonce: bytes, challenge_nonce: bytes) -> None:
+        digest = proof(key, b"tags " + direction, 0, hello_nonce, challenge_nonce)
+        self._base = int.from_bytes(digest[:5], "little") << _TAG_COUNTER_BITS
+        self._next = 0
+
+    def take(self, count: int) -> int:
+        """First of `count` consecutive tags."""
+        if self._next + count >= 1 << _TAG_COUNTER_BITS:
+            self._next = 0
+        first = self._base + self._next
+        self._next += count
+        return first

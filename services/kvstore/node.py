@@ -1,0 +1,97 @@
+"""The life of one kvstore node: start everything, register, serve until told to stop, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import structlog
+from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
+
+from services.common.announcer import Announcer
+from services.common.process import stop_event, write_ready_file
+from services.common.redis_client import RedisHealth, connect_redis
+from services.common.registry import LocationRecord, Registrar, new_epoch
+from services.common.rpc import MeshServer
+from services.common.security import load_mesh_secret
+from services.common.transfer.endpoint import TransferEndpoint
+from services.kvstore.arena import Arena
+from services.kvstore.config import KvStoreSettings
+from services.kvstore.errors import StartFailed
+from services.kvstore.ram_tier import RamTier
+from services.kvstore.service import KvStoreServicer
+from services.kvstore.store import Store
+
+_WITHDRAW_TIMEOUT_S = 2.0
+_log = structlog.get_logger()
+
+
+async def run_node(settings: KvStoreSettings, instance: str, metrics_address: str) -> None:
+    """Serve until SIGTERM or SIGINT. Raises StartFailed or ConfigurationError."""
+    stop = stop_event()
+    secret = load_mesh_secret(settings)
+    epoch = new_epoch()
+    client, health = connect_redis(settings.redis_url), RedisHealth()
+    announcer = Announcer(client, kind="kvstore", location_id=instance, epoch=epoch, health=health)
+    store = Store(RamTier(_arena(settings)), announcer, epoch=epoch)
+    transfers = TransferEndpoint(settings.transport, secret, store, store, max_operation_s=settings.max_lease_s)
+    server = MeshServer(settings.listen, secret=secret)
+    server.add(
+        kvstore_pb2_grpc.add_KvStoreServicer_to_server,
+        KvStoreServicer(store, instance),
+        kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].full_name,
+    )
+    transfers.attach(server)
+    try:
+        pull_address = transfers.listen(settings.pull_listen, settings.advertise_host)
+        address = await server.start(settings.advertise_host)
+    except RuntimeError as error:
+        raise StartFailed(str(error)) from None
+    record = LocationRecord(
+        kind="kvstore",
+        id=instance,
+        epoch=epoch,
+        host=settings.advertise_host or address.rpartition(":")[0],
+        grpc_address=address,
+        pull_address=pull_address,
+        transfer_grpc_address=address,
+        metrics_address=metrics_address,
+        started_s=int(time.time()),
+    )
+    registrar = Registrar(client, record, health=health)
+    async with _in_background(announcer, registrar):
+        await server.set_ready(True)
+        write_ready_file(settings.ready_file, address=address, metrics=metrics_address, pull_address=pull_address)
+        _log.info("kvstore is ready", address=address, pull_address=pull_address, ram_bytes=settings.ram_bytes)
+        await stop.wait()
+        _log.info("kvstore is draining")
+        await server.set_ready(False)
+        await transfers.drain(settings.drain_deadline_s)
+    await server.stop(settings.drain_deadline_s)
+    await transfers.close()
+    await client.aclose()
+
+
+@contextlib.asynccontextmanager
+async def _in_background(announcer: Announcer, registrar: Registrar) -> AsyncIterator[None]:
+    """Register and announce while the body runs, and withdraw both afterwards."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(announcer.run()), group.create_task(registrar.run())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WITHDRAW_TIMEOUT_S):
+                    await registrar.close()
+                    await announcer.close()
+
+
+def _arena(settings: KvStoreSettings) -> Arena:
+    try:
+        return Arena(settings.ram_bytes)
+    except OSError as error:
+        raise StartFailed(f"ram_bytes={settings.ram_bytes}: {error.strerror}") from None

@@ -1,0 +1,216 @@
+"""Which blocks are in RAM and which go first. Pure: no clock, no transport; memory comes from the arena.
+
+The set is prefix-closed: a block is kept only under a parent that is here (or as the first of its chain), and only
+blocks without children here, and not lent out, can go. Among those the order is S3-FIFO's (Yang et al., SOSP 2023):
+newcomers enter a small queue, blocks used again move to the main one, and a block that returns soon after it left
+goes to the main one directly, so a scan of blocks used once passes through without pushing out the others. A block
+that gets its last child taken away joins at the end that goes first: it is older than that child was.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.blocks import BlockId
+from services.kvstore.arena import Arena, Slot
+
+SMALL_FRACTION = 0.1
+MAX_USES = 3
+
+
+@dataclass(slots=True)
+class Entry:
+    """A block in RAM. `uses` counts hits since it last escaped eviction, up to MAX_USES."""
+
+    block_id: BlockId
+    parent_id: BlockId | None
+    slot: Slot
+    header: bytes
+    children: int = 0
+    leases: int = 0
+    uses: int = 0
+    in_main: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RamStatistics:
+    """Counts of one moment."""
+
+    num_blocks: int
+    num_bytes: int
+    capacity_bytes: int
+    leased_blocks: int
+    evicted_blocks: int
+
+
+class RamTier:
+    """Owns the entries and their slots; only it frees a slot that holds a block."""
+
+    def __init__(self, arena: Arena, *, small_fraction: float = SMALL_FRACTION) -> None:
+        self._arena = arena
+        self._entries: dict[BlockId, Entry] = {}
+        self._num_bytes = 0
+        self._main_bytes = 0
+        self._leased = 0
+        self._evicted = 0
+        self._small_fraction = small_fraction
+        # Childless blocks that are not lent, the next to go first.
+        self._small: OrderedDict[BlockId, None] = OrderedDict()
+        self._main: OrderedDict[BlockId, None] = OrderedDict()
+        self._ghosts: OrderedDict[BlockId, None] = OrderedDict()
+
+    def __contains__(self, block_id: BlockId) -> bool:
+        return block_id in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def statistics(self) -> RamStatistics:
+        """A snapshot."""
+        return RamStatistics(
+            len(self._entries), self._num_bytes, self._arena.capacity_bytes, self._leased, self._evicted
+        )
+
+    def lease(self, ids: Sequence[BlockId]) -> list[Entry]:
+        """The leading blocks of `ids` that are here. They stay until `release` of the same entries."""
+        leased = []
+        for block_id in ids:
+            entry = self._entries.get(block_id)
+            if entry is None:
+                break
+            entry.uses = min(MAX_USES, entry.uses + 1)
+            self._hold(entry)
+            leased.append(entry)
+        return leased
+
+    def hold(self, block_id: BlockId) -> Entry | None:
+        """Lend one block without counting it as used; None when it is not here."""
+        entry = self._entries.get(block_id)
+        if entry is not None:
+            self._hold(entry)
+        return entry
+
+    def release(self, entries: Sequence[Entry]) -> None:
+        """End what `lease` or `hold` began."""
+        for entry in entries:
+            entry.leases -= 1
+            if entry.leases == 0:
+                self._leased -= 1
+                self._enqueue(entry)
+
+    def allocate(self, num_bytes: int) -> tuple[Slot | None, list[BlockId]]:
+        """A slot, and the ids that had to go for it, descendants first. The slot is the caller's until `insert`."""
+        gone: list[BlockId] = []
+        while (slot := self._arena.allocate(num_bytes)) is None:
+            if num_bytes > self._arena.slab_bytes or (victim := self._next_victim()) is None:
+                break
+            self._evict(victim)
+            gone.append(victim.block_id)
+        return slot, gone
+
+    def discard(self, slot: Slot) -> None:
+        """Give back a slot from `allocate` that was not inserted."""
+        self._arena.free(slot)
+
+    def insert(self, block_id: BlockId, parent_id: BlockId | None, slot: Slot, header: bytes) -> bool:
+        """Keep a block whose bytes are in `slot`. parent_id None: first of its chain.
+
+        False, and the slot stays the caller's, when the block is here already or its parent is not.
+        """
+        parent = self._entries.get(parent_id) if parent_id is not None else None
+        if block_id in self._entries or (parent_id is not None and parent is None):
+            return False
+        entry = self._entries[block_id] = Entry(block_id, parent_id, slot, header)
+        self._num_bytes += slot.num_bytes
+        if parent is not None:
+            parent.children += 1
+            self._dequeue(parent)
+        if self._ghosts.pop(block_id, 0) is None:
+            self._promote(entry)
+        self._enqueue(entry)
+        return True
+
+    def view(self, entry: Entry) -> memoryview:
+        """The block's bytes; stable while it is lent."""
+        return self._arena.view(entry.slot)
+
+    def memory(self, slot: Slot) -> memoryview:
+        """The memory of a slot from `allocate`."""
+        return self._arena.view(slot)
+
+    def check(self) -> None:
+        """Raises AssertionError when the sets disagree; for tests and idle moments."""
+        queued = {*self._small, *self._main}
+        assert len(queued) == len(self._small) + len(self._main)
+        children = dict.fromkeys(self._entries, 0)
+        for entry in self._entries.values():
+            if entry.parent_id is not None:
+                children[entry.parent_id] += 1
+            assert (entry.block_id in queued) == (entry.children == 0 and entry.leases == 0)
+        assert all(entry.children == children[block_id] for block_id, entry in self._entries.items())
+        assert self._num_bytes == sum(entry.slot.num_bytes for entry in self._entries.values())
+        assert self._main_bytes == sum(e.slot.num_bytes for e in self._entries.values() if e.in_main)
+        assert self._leased == sum(entry.leases > 0 for entry in self._entries.values())
+
+    def _hold(self, entry: Entry) -> None:
+        if entry.leases == 0:
+            self._leased += 1
+            self._dequeue(entry)
+        entry.leases += 1
+
+    def _enqueue(self, entry: Entry, *, goes_first: bool = False) -> None:
+        if entry.children or entry.leases:
+            return
+        queue = self._main if entry.in_main else self._small
+        queue[entry.block_id] = None
+        if goes_first:
+            queue.move_to_end(entry.block_id, last=False)
+
+    def _dequeue(self, entry: Entry) -> None:
+        (self._main if entry.in_main else self._small).pop(entry.block_id, None)
+
+    def _promote(self, entry: Entry) -> None:
+        entry.in_main = True
+        self._main_bytes += entry.slot.num_bytes
+
+    def _next_victim(self) -> Entry | None:
+        """Every pass either ends, moves a block to the main queue or takes one use from it: it ends."""
+        while self._small or self._main:
+            small_bytes = self._num_bytes - self._main_bytes
+            from_small = self._small and (
+                not self._main or small_bytes > self._small_fraction * self._arena.capacity_bytes
+            )
+            queue = self._small if from_small else self._main
+            entry = self._entries[next(iter(queue))]
+            if entry.uses == 0:
+                return entry
+            del queue[entry.block_id]
+            if from_small:
+                entry.uses = 0
+                self._promote(entry)
+            else:
+                entry.uses -= 1
+            self._enqueue(entry)
+        return None
+
+    def _evict(self, entry: Entry) -> None:
+        self._dequeue(entry)
+        del self._entries[entry.block_id]
+        self._num_bytes -= entry.slot.num_bytes
+        self._evicted += 1
+        if entry.in_main:
+            self._main_bytes -= entry.slot.num_bytes
+        else:
+            self._remember(entry.block_id)
+        self._arena.free(entry.slot)
+        parent = self._entries.get(entry.parent_id) if entry.parent_id is not None else None
+        if parent is not None:
+            parent.children -= 1
+            self._enqueue(parent, goes_first=True)
+
+    def _remember(self, block_id: BlockId) -> None:
+        self._ghosts[block_id] = None
+        while len(self._ghosts) > len(self._entries):
+            self._ghosts.popitem(last=False)

@@ -1,0 +1,74 @@
+"""What the front tells the mover at its start, and what comes from the environment."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+from pydantic import Field
+
+from services.common.blocks import LAYOUT_VERSION
+from services.common.settings import ConfigurationError, ServiceSettings
+from services.common.transfer.endpoint import TransportMode
+from services.common.transfer.header import DTYPE_BYTES, BlockFormat, Segment
+
+
+class MoverSettings(ServiceSettings):
+    """The mesh secret, the log level, and settings for whoever operates the worker."""
+
+    service: ClassVar[str] = "mover"
+
+    transport: TransportMode = Field("auto", description="auto: UCX where it can be imported, else gRPC.")
+    max_lease_s: float = Field(10.0, gt=0, description="Longest time that a remote pull may hold blocks.")
+    push_timeout_s: float = Field(5.0, gt=0, description="Deadline of a push.")
+
+
+class MoverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON of `--config`. Descriptors are inherited.
+
+    block_shape: [kv_head, layer, k|v, token, head_dim]; empty when the front does not say.
+    """
+
+    engine_fd: int
+    front_fd: int
+    pool_fd: int
+    num_blocks: int
+    block_bytes: int
+    num_kv_heads: int
+    listen_host: str
+    worker_id: str
+    epoch: int
+    model_digest_hex: str
+    parent_pid: int
+    layout_version: int = LAYOUT_VERSION
+    kv_dtype: str = "bfloat16"
+    block_shape: list[int] = []
+    advertise_host: str = ""
+    transport: TransportMode | None = None
+
+    def block_format(self) -> BlockFormat:
+        """Format of this replica's blocks. Raises ConfigurationError when sizes disagree."""
+        if self.kv_dtype not in DTYPE_BYTES:
+            raise ConfigurationError(f"mover: kv_dtype={self.kv_dtype!r}: unknown")
+        elements = self.block_bytes // DTYPE_BYTES[self.kv_dtype]
+        shape = tuple(self.block_shape) or (self.num_kv_heads, elements // max(1, self.num_kv_heads))
+        num_layers = shape[1] if len(shape) > 2 else 0
+        segment = Segment(0, num_layers, shape, self.kv_dtype)
+        if segment.num_bytes != self.block_bytes or shape[0] != self.num_kv_heads:
+            raise ConfigurationError(f"mover: block_bytes={self.block_bytes}: not {shape} of {self.kv_dtype}")
+        return BlockFormat(
+            bytes.fromhex(self.model_digest_hex),
+            self.kv_dtype,
+            self.num_kv_heads,
+            self.block_bytes,
+            (segment,),
+            self.layout_version,
+        )
+
+
+def parse_config(text: str) -> MoverConfig:
+    """Raises ConfigurationError."""
+    try:
+        return msgspec.json.decode(text, type=MoverConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"mover: --config: {error}") from None

@@ -1,0 +1,32 @@
+"""Totals that the front exports as the worker's metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.worker.messages import MoverCounters
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start; fields and meaning of MoverCounters."""
+
+    pulled_blocks: int = 0
+    pulled_bytes: int = 0
+    failed_pulls: int = 0
+    verification_failures: int = 0
+    pushed_blocks: int = 0
+    dropped_pushes: int = 0
+    served_blocks: int = 0
+
+    def message(self) -> MoverCounters:
+        """As the front gets them."""
+        return MoverCounters(
+            self.pulled_blocks,
+            self.pulled_bytes,
+            self.failed_pulls,
+            self.verification_failures,
+            self.pushed_blocks,
+            self.dropped_pushes,
+            self.served_blocks,
+        )

@@ -1,0 +1,30 @@
+"""The worker's block pool, seen from the mover: the same memory that the engine computes in."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from services.common.settings import ConfigurationError
+
+# Checksums of this much run on the event loop (about a quarter of a millisecond); more goes to a thread.
+INLINE_BYTES = 2 * 2**20
+
+
+class SharedPool:
+    """Maps an inherited memory file of `num_blocks` slots."""
+
+    def __init__(self, descriptor: int, num_blocks: int, block_bytes: int) -> None:
+        """Raises ConfigurationError when the file is smaller than that."""
+        size = num_blocks * block_bytes
+        if os.fstat(descriptor).st_size < size:
+            raise ConfigurationError(f"mover: pool_fd={descriptor}: smaller than {num_blocks} x {block_bytes} bytes")
+        self._view = memoryview(mmap.mmap(descriptor, size))
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+
+    def slot(self, index: int) -> memoryview:
+        """Memory of one slot. Raises IndexError."""
+        if not 0 <= index < self.num_blocks:
+            raise IndexError(f"slot {index} of {self.num_blocks}")
+        return self._view[index * self.block_bytes : (index + 1) * self.block_bytes]

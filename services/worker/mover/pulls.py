@@ -1,0 +1,212 @@
+"""Pulls for the engine: runs at several holders, in order, verified block by block as they arrive.
+
+Every PullBlocks gets exactly one PullDone, after the transport has let go of every slot. A run that ends short ends
+the pull: what comes after it would have no prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+from opentelemetry import propagate, trace
+
+from services.common.blocks import BlockId, split_ids
+from services.common.transfer.errors import BlockInvalid, TransferError
+from services.common.transfer.header import BlockFormat, verify_block
+from services.common.transfer.protocol import STOP_DEADLINE, PeerAddress, PullRequest, Transport
+from services.worker.messages import CancelPull, HolderRun, PullBlocks, PullDone
+from services.worker.mover.counters import Counters
+from services.worker.mover.pool import INLINE_BYTES, SharedPool
+
+MAX_CONCURRENT_PULLS = 256
+_TIERS = {"worker": {"peer"}, "kvstore": {"ram", "ssd"}}
+_log = structlog.get_logger()
+_tracer = trace.get_tracer("kvmesh.mover")
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What one pull has so far: tiers of its verified leading blocks, and why it ended.
+
+    Cancelling a task that has not begun would end it without a PullDone, so that is only noted.
+    """
+
+    started_s: float
+    has_begun: bool = False
+    is_cancelled: bool = False
+    tiers: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+class Puller:
+    """Runs pulls as tasks of `group`."""
+
+    def __init__(
+        self,
+        group: asyncio.TaskGroup,
+        transport: Transport,
+        pool: SharedPool,
+        block_format: BlockFormat,
+        counters: Counters,
+        done: Callable[[PullDone], None],
+    ) -> None:
+        self._group = group
+        self._transport = transport
+        self._pool = pool
+        self._format = block_format
+        self._counters = counters
+        self._done = done
+        self._running: dict[int, tuple[_Progress, asyncio.Task[None]]] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Pulls without a PullDone yet."""
+        return len(self._running)
+
+    def start(self, message: PullBlocks) -> None:
+        """Begin a pull; refuses it at once when too many run."""
+        if len(self._running) >= MAX_CONCURRENT_PULLS or message.key in self._running:
+            self._counters.failed_pulls += 1
+            self._done(PullDone(message.key, 0, [], 0.0, "too many pulls"))
+            return
+        progress = _Progress(time.monotonic())
+        self._running[message.key] = progress, self._group.create_task(self._run(message, progress))
+
+    def cancel(self, message: CancelPull) -> None:
+        """End a pull; its PullDone still comes. Unknown keys are ignored."""
+        if message.key not in self._running:
+            return
+        progress, task = self._running[message.key]
+        progress.is_cancelled = True
+        if progress.has_begun:
+            task.cancel()
+
+    async def _run(self, message: PullBlocks, progress: _Progress) -> None:
+        progress.has_begun = True
+        context = propagate.extract({"traceparent": message.traceparent}) if message.traceparent else None
+        with _tracer.start_as_current_span("pull", context, kind=trace.SpanKind.CLIENT) as span:
+            try:
+                if not progress.is_cancelled:
+                    await self._pull_runs(message, progress)
+            except asyncio.CancelledError:
+                # Only CancelPull cancels a single pull; the end of the process cancels the whole group.
+                progress.is_cancelled = True
+            except (TransferError, ValueError, IndexError) as error:
+                progress.error = f"{type(error).__name__}: {error}"
+            finally:
+                del self._running[message.key]
+                if progress.is_cancelled:
+                    progress.error = "cancelled"
+                self._finish(message, progress, span)
+
+    async def _pull_runs(self, message: PullBlocks, progress: _Progress) -> None:
+        ids = split_ids(message.ids)
+        buffers = [self._pool.slot(slot) for slot in message.slots]
+        for run in message.runs:
+            first, end = run.first_block, run.first_block + run.num_blocks
+            if first != len(progress.tiers) or end > len(ids) or run.num_blocks == 0:
+                progress.error = "the plan has a gap"
+                return
+            left_s = message.deadline_s - (time.monotonic() - progress.started_s)
+            if left_s <= 0:
+                progress.error = STOP_DEADLINE
+                return
+            received = _Received(ids[first:end], buffers[first:end], run, self._format, progress)
+            try:
+                result = await self._transport.pull(
+                    PeerAddress(run.pull_address, run.grpc_address),
+                    PullRequest(
+                        ids[first:end], run.epoch, left_s, _traceparent(message.traceparent), message.request_id
+                    ),
+                    buffers[first:end],
+                    received.on_block,
+                )
+            finally:
+                await received.verify_rest()
+            if len(progress.tiers) < end:
+                progress.error = received.fault or result.stop
+                return
+
+    def _finish(self, message: PullBlocks, progress: _Progress, span: trace.Span) -> None:
+        count = len(progress.tiers)
+        num_bytes = count * self._pool.block_bytes
+        duration_s = max(time.monotonic() - progress.started_s, 1e-6)
+        self._counters.pulled_blocks += count
+        self._counters.pulled_bytes += num_bytes
+        if progress.error:
+            self._counters.failed_pulls += 1
+        if progress.error.startswith("invalid"):
+            self._counters.verification_failures += 1
+        asked = sum(run.num_blocks for run in message.runs)
+        span.set_attributes({"kvmesh.asked_blocks": asked, "kvmesh.pulled_blocks": count, "kvmesh.bytes": num_bytes})
+        _log.info(
+            "pull ended",
+            request_id=message.request_id,
+            asked_blocks=asked,
+            pulled_blocks=count,
+            holders=[run.location_id for run in message.runs],
+            error=progress.error,
+            duration_s=round(duration_s, 6),
+        )
+        self._done(PullDone(message.key, count, progress.tiers, num_bytes / duration_s, progress.error))
+
+
+class _Received:
+    """Verifies the blocks of one run in order. After the first bad one nothing counts any more."""
+
+    def __init__(
+        self,
+        ids: list[BlockId],
+        buffers: list[memoryview],
+        run: HolderRun,
+        block_format: BlockFormat,
+        progress: _Progress,
+    ) -> None:
+        self.fault = ""
+        self._ids = ids
+        self._buffers = buffers
+        self._run = run
+        self._format = block_format
+        self._progress = progress
+        self._later: list[tuple[int, bytes, str]] = []
+
+    def on_block(self, index: int, header: bytes, tier: str) -> None:
+        """A block has arrived."""
+        if self._format.block_bytes > INLINE_BYTES:
+            self._later.append((index, header, tier))
+        else:
+            self._verify(index, header, tier)
+
+    async def verify_rest(self) -> None:
+        """Verify, off the loop, blocks too large for it."""
+        later, self._later = self._later, []
+        if later:
+            await asyncio.to_thread(self._verify_all, later)
+
+    def _verify_all(self, blocks: list[tuple[int, bytes, str]]) -> None:
+        for index, header, tier in blocks:
+            self._verify(index, header, tier)
+
+    def _verify(self, index: int, header: bytes, tier: str) -> None:
+        if self.fault:
+            return
+        try:
+            if tier not in _TIERS[self._run.kind]:
+                raise BlockInvalid("tier")
+            verify_block(header, self._buffers[index], self._ids[index], self._format)
+        except BlockInvalid as error:
+            self.fault = f"invalid {error.reason}"
+            _log.warning("a pulled block is not usable", reason=error.reason, holder=self._run.location_id)
+            return
+        self._progress.tiers.append(tier)
+
+
+def _traceparent(fallback: str) -> str:
+    """The current span's, so that the holder's span hangs below it."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return carrier.get("traceparent", fallback)

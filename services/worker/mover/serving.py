@@ -1,0 +1,151 @@
+"""This worker's blocks for others, pinned by the engine while they are read. It keeps nobody else's blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from services.common.blocks import join_ids
+from services.common.transfer.header import UNKNOWN_PARENT, BlockFormat, make_header
+from services.common.transfer.protocol import (
+    STOP_COMPLETE,
+    STOP_EPOCH,
+    STOP_MISSING,
+    STOP_OVERLOAD,
+    HeldBlock,
+    PullRequest,
+)
+from services.worker.messages import PinBlocks, PinnedSlots, Unpin
+from services.worker.mover.counters import Counters
+from services.worker.mover.pool import INLINE_BYTES, SharedPool
+
+# The engine answers between two steps, which take 250 ms at most.
+PIN_TIMEOUT_S = 2.0
+MAX_PINS = 256
+_log = structlog.get_logger()
+
+
+class PinnedSource:
+    """BlockSource over the engine's pool."""
+
+    def __init__(
+        self,
+        pool: SharedPool,
+        block_format: BlockFormat,
+        epoch: int,
+        counters: Counters,
+        send: Callable[[PinBlocks | Unpin], None],
+    ) -> None:
+        self._pool = pool
+        self._format = block_format
+        self._epoch = epoch
+        self._counters = counters
+        self._send = send
+        self._keys = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[list[int]]] = {}
+        self._num_pins = 0
+
+    @property
+    def num_pins(self) -> int:
+        """Pins that the engine holds, or may hold, for us."""
+        return self._num_pins
+
+    def pinned(self, message: PinnedSlots) -> None:
+        """The engine's answer. One that nobody waits for any more was unpinned already."""
+        future = self._waiting.pop(message.key, None)
+        if future is not None and not future.done():
+            future.set_result(message.slots)
+
+    async def lease(self, request: PullRequest) -> PinnedLease:
+        """The leading blocks that the engine has; none for another epoch."""
+        if request.epoch not in (0, self._epoch):
+            return PinnedLease([], STOP_EPOCH, lambda _: None)
+        if self._num_pins >= MAX_PINS:
+            return PinnedLease([], STOP_OVERLOAD, lambda _: None)
+        key = next(self._keys)
+        self._num_pins += 1
+        try:
+            slots = await self._pin(key, request)
+            blocks = await self._read(request, slots)
+        except TimeoutError:
+            self._unpin(key)
+            _log.warning("the engine did not pin blocks in time", blocks=len(request.ids))
+            return PinnedLease([], STOP_OVERLOAD, lambda _: None)
+        except BaseException:
+            self._unpin(key)
+            raise
+        stop = STOP_COMPLETE if len(blocks) == len(request.ids) else STOP_MISSING
+
+        def released(num_sent: int) -> None:
+            self._counters.served_blocks += num_sent
+            self._unpin(key)
+
+        return PinnedLease(blocks, stop, released)
+
+    async def _pin(self, key: int, request: PullRequest) -> list[int]:
+        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = future
+        self._send(PinBlocks(key, join_ids(request.ids)))
+        try:
+            async with asyncio.timeout(min(PIN_TIMEOUT_S, request.deadline_s)):
+                return await future
+        finally:
+            self._waiting.pop(key, None)
+
+    async def _read(self, request: PullRequest, slots: Sequence[int]) -> list[HeldBlock]:
+        parents = [UNKNOWN_PARENT, *request.ids]
+
+        def read() -> list[HeldBlock]:
+            payloads = [self._pool.slot(slot) for slot in slots]
+            return [
+                HeldBlock(make_header(self._format, block_id, payload, parent_id=parent), payload, "peer")
+                for block_id, parent, payload in zip(request.ids, parents, payloads, strict=False)
+            ]
+
+        if len(slots) * self._pool.block_bytes <= INLINE_BYTES:
+            return read()
+        return await asyncio.to_thread(read)
+
+    def _unpin(self, key: int) -> None:
+        self._num_pins -= 1
+        self._send(Unpin(key))
+
+
+class PinnedLease:
+    """Blocks that the engine has pinned for one remote pull."""
+
+    def __init__(self, blocks: list[HeldBlock], stop: str, released: Callable[[int], None]) -> None:
+        self.blocks = blocks
+        self.stop = stop
+        self._released = released
+
+    def release(self, num_sent: int, stop: str) -> None:
+        """As `BlockLease.release`."""
+        if stop:
+            _log.info("a served pull stopped short", sent_blocks=num_sent, stop=stop)
+        self._released(num_sent)
+
+
+class NoReservation:
+    """Nothing is kept."""
+
+    num_held = 0
+    buffers: Sequence[memoryview] = ()
+
+    async def commit(self) -> int:
+        """None are held."""
+        return 0
+
+    def abandon(self) -> None:
+        """Nothing to give back."""
+
+
+class RefusingSink:
+    """BlockSink of a process that keeps nobody's blocks."""
+
+    async def reserve(self, headers: Sequence[bytes], epoch: int) -> NoReservation:
+        """No room."""
+        return NoReservation()
