@@ -93,7 +93,8 @@ class EngineReady(Message, frozen=True):
     block_bytes: int
     prefill_tokens_per_s: float
     decode_step_s: float
-    num_kv_heads: int
+    # [kv_head, layer, k|v, token, head_dim]
+    block_shape: list[int]
 
 
 class EngineFailed(Message, frozen=True):

@@ -1,7 +1,8 @@
 """Random lives of the engine's core against its invariants.
 
-Whatever is admitted, aborted, preempted, pulled, pushed, pinned, expired or crashed, in any order: the output is that of
-the reference, nothing that the mover holds is overwritten, each request ends in one terminal message, no slot leaks.
+Whatever is admitted, aborted, preempted, pulled, pushed, pinned, expired or crashed, in any order: the output is
+that of the reference, nothing that the mover holds is overwritten, each request ends in one terminal message, and
+no slot leaks.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def submit(key: int, prompt: list[int], max_tokens: int, **changes: object) -> S
     return Submit(key=key, prompt=np.array(prompt, dtype="<u4").tobytes(), max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
 
 
-def make_core(num_blocks: int = NUM_BLOCKS, *, budget: int = 40, max_running: int = 5, cache: bool = True) -> EngineCore:
+def make_core(
+    num_blocks: int = NUM_BLOCKS, *, budget: int = 40, max_running: int = 5, cache: bool = True
+) -> EngineCore:
     limits = CoreLimits(
         SchedulerLimits(CONTEXT, VOCAB, max_running=max_running, max_queue_s=0.5, prefix_cache=cache),
         TransferLimits(max_push_blocks=6, max_served_blocks=6),
@@ -242,7 +245,9 @@ class CoreMachine(RuleBasedStateMachine):
             tokens = chunk.sequence.tokens[: chunk.sequence.num_tokens].tolist()
             for index, block_id in enumerate(chain_block_ids(KEY, ROOT, tokens)):
                 self.texts[block_id] = tokens[: (index + 1) * BLOCK_TOKENS]
-        written = {chunk.sequence.slots[p // 16] for chunk in chunks for p in range(chunk.start, chunk.start + chunk.length)}
+        written = {
+            chunk.sequence.slots[p // 16] for chunk in chunks for p in range(chunk.start, chunk.start + chunk.length)
+        }
         busy = [*self.pins.values(), *(p.slots for p in self.pulls.values()), *(p.slots for p in self.pushes.values())]
         assert not written & {slot for slots in busy for slot in slots}
         self.runner.submit(self.builder.build(chunks))

@@ -1,0 +1,48 @@
+"""Settings of a worker: one model replica on one device."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from services.common.models import DEFAULT_MODEL
+from services.common.settings import ConfigurationError, ServiceSettings
+
+
+class WorkerSettings(ServiceSettings):
+    """What a worker is told."""
+
+    service: ClassVar[str] = "worker"
+
+    model: str = Field(DEFAULT_MODEL, description="Name, PATH or NAME=PATH of a GGUF file or a Hugging Face folder.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights, activations and KV cache.")
+    threads: int = Field(0, ge=0, le=1024, description="Compute threads; 0: one for each core.")
+    kv_cache_bytes: int = Field(2**30, ge=2**20, description="Size of the block pool.")
+    num_blocks: int = Field(0, ge=0, description="Blocks of the pool, going before kv_cache_bytes; 0: by size.")
+    max_context: int = Field(0, ge=0, description="Most tokens of a sequence; 0: what the model allows.")
+    step_token_budget: int = Field(512, ge=16, le=65_536, description="Most tokens of one step.")
+    target_step_s: float = Field(0.2, gt=0, le=10, description="Time a step should take; the budget shrinks to it.")
+    max_running: int = Field(32, ge=1, le=4096, description="Most sequences that run at once.")
+    max_queue_s: float = Field(0.2, ge=0, description="Prefill time that may wait beyond what can run at once.")
+    max_requests: int = Field(1024, ge=1, description="Most requests open at once, waiting ones included.")
+    prefix_cache: bool = Field(True, description="Reuse blocks of earlier requests.")
+    push: bool = Field(True, description="Offer completed blocks to a kvstore node.")
+    max_push_blocks: int = Field(256, ge=1, description="Most blocks pinned for pushes.")
+    max_served_blocks: int = Field(1024, ge=1, description="Most blocks pinned for pulls by others.")
+    max_pull_s: float = Field(5.0, gt=0, description="Longest pull before the rest is computed.")
+    default_deadline_s: float = Field(600.0, gt=0, description="Deadline of calls that bring none.")
+    stream_queue: int = Field(1024, ge=1, description="Most outputs a slow reader of a stream may leave unread.")
+    start_timeout_s: float = Field(300.0, gt=0, description="Longest time until the model has produced a token.")
+    child_silence_s: float = Field(10.0, gt=1, description="Silence of a child process that ends the worker.")
+
+
+def check_settings(settings: WorkerSettings) -> None:
+    """What single fields cannot say. Raises ConfigurationError with one line."""
+    if settings.device == "cuda":
+        raise ConfigurationError("worker: device='cuda': this build runs models on cpu only")
+    if settings.max_running > settings.step_token_budget:
+        raise ConfigurationError(
+            f"worker: max_running={settings.max_running}: above step_token_budget={settings.step_token_budget}"
+        )

@@ -1,0 +1,142 @@
+"""Between the Worker protocol and the messages to the engine. Nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from kvmesh.v1 import common_pb2, worker_pb2
+
+from services.worker.load_board import LoadBoard
+from services.worker.messages import (
+    ChoiceOutput,
+    EngineLoad,
+    HolderRun,
+    PositionLogprob,
+    RequestUsage,
+    Sampling,
+    Submit,
+)
+
+_KINDS = {common_pb2.LOCATION_KIND_WORKER: "worker", common_pb2.LOCATION_KIND_KVSTORE: "kvstore"}
+_FINISH = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
+
+
+def submit_message(
+    request: worker_pb2.WorkerGenerateRequest, *, key: int, deadline_s: float, traceparent: str
+) -> Submit:
+    """The engine's message of a request. Runs of unknown kinds end the pull plan."""
+    return Submit(
+        key=key,
+        request_id=request.request_id,
+        attempt=request.attempt,
+        prompt=np.array(request.prompt_token_ids, dtype="<u4").tobytes(),
+        block_root=request.block_root,
+        prompt_block_ids=request.prompt_block_ids,
+        owner_digest=request.owner_digest,
+        sampling=_sampling(request.sampling),
+        num_choices=request.num_choices or 1,
+        max_tokens=request.max_tokens,
+        stop_token_ids=list(request.stop_token_ids),
+        pull_plan=_pull_plan(request.pull_plan),
+        priority=request.priority or common_pb2.PRIORITY_CLASS_STANDARD,
+        expected_local_blocks=request.expected_local_blocks,
+        deadline_s=deadline_s,
+        traceparent=traceparent,
+    )
+
+
+def chunk_proto(outputs: Sequence[ChoiceOutput]) -> worker_pb2.WorkerGenerateResponse:
+    """The tokens of consecutive outputs of one choice."""
+    chunk = worker_pb2.TokenChunk(choice=outputs[0].choice)
+    for output in outputs:
+        chunk.token_ids.extend(output.token_ids)
+        for token, logprob in zip(output.token_ids, output.logprobs, strict=False):
+            _add_logprob(chunk.logprobs.add(), token, logprob)
+    return worker_pb2.WorkerGenerateResponse(tokens=chunk)
+
+
+def finish_proto(output: ChoiceOutput) -> worker_pb2.WorkerGenerateResponse:
+    """The end of a choice."""
+    finish = worker_pb2.WorkerChoiceFinish(choice=output.choice, reason=_FINISH[output.finish])
+    return worker_pb2.WorkerGenerateResponse(finish=finish)
+
+
+def completed_proto(usage: RequestUsage) -> worker_pb2.WorkerGenerateResponse:
+    """The end of a request."""
+    cached = common_pb2.CachedTokens(
+        local=usage.cached_local, peer=usage.cached_peer, ram=usage.cached_ram, ssd=usage.cached_ssd
+    )
+    figures = common_pb2.Usage(prompt_tokens=usage.prompt_tokens, output_tokens=usage.output_tokens, cached=cached)
+    completed = worker_pb2.Completed(
+        usage=figures, queue_s=usage.queue_s, pull_s=usage.pull_s, prefill_s=usage.prefill_s
+    )
+    return worker_pb2.WorkerGenerateResponse(completed=completed)
+
+
+def load_proto(board: LoadBoard, *, admitted: Sequence[str] = (), ended: Sequence[str] = ()) -> worker_pb2.WorkerLoad:
+    """The replica's present load."""
+    load = board.load
+    proto = worker_pb2.WorkerLoad(ready=board.ready and not board.draining, draining=board.draining)
+    if load is not None:
+        _fill_load(proto, load)
+    proto.admitted.extend(admitted)
+    proto.ended.extend(ended)
+    return proto
+
+
+def _fill_load(proto: worker_pb2.WorkerLoad, load: EngineLoad) -> None:
+    proto.progress = load.progress
+    proto.running_requests = load.running_requests
+    proto.waiting_requests = load.waiting_requests
+    proto.queued_prefill_tokens = load.queued_prefill_tokens
+    proto.decoding_sequences = load.decoding_sequences
+    proto.free_blocks = load.free_blocks
+    proto.cached_blocks = load.cached_blocks
+    proto.referenced_blocks = load.referenced_blocks
+    proto.prefill_tokens_per_s = load.prefill_tokens_per_s
+    proto.decode_step_s = load.decode_step_s
+    proto.kvstore_pull_bytes_per_s = load.kvstore_pull_bytes_per_s
+    proto.peer_pull_bytes_per_s = load.peer_pull_bytes_per_s
+
+
+def _sampling(proto: common_pb2.SamplingParams) -> Sampling:
+    return Sampling(
+        temperature=proto.temperature,
+        # Absent numbers are 0 on the wire, which for these two would mean "nothing may be drawn".
+        top_p=proto.top_p or 1.0,
+        top_k=proto.top_k,
+        min_p=proto.min_p,
+        seed=proto.seed,
+        presence_penalty=proto.presence_penalty,
+        frequency_penalty=proto.frequency_penalty,
+        repetition_penalty=proto.repetition_penalty or 1.0,
+        logit_bias=dict(proto.logit_bias),
+        num_logprobs=proto.num_logprobs if proto.HasField("num_logprobs") else None,
+    )
+
+
+def _pull_plan(steps: Sequence[common_pb2.PullStep]) -> list[HolderRun]:
+    plan: list[HolderRun] = []
+    for step in steps:
+        if step.kind not in _KINDS:
+            break
+        plan.append(
+            HolderRun(
+                kind=_KINDS[step.kind],
+                location_id=step.location_id,
+                epoch=step.epoch,
+                pull_address=step.pull_address,
+                grpc_address=step.grpc_address,
+                first_block=step.first_block,
+                num_blocks=step.num_blocks,
+            )
+        )
+    return plan
+
+
+def _add_logprob(proto: common_pb2.PositionLogprobs, token: int, logprob: PositionLogprob) -> None:
+    proto.chosen.token_id = token
+    proto.chosen.logprob = logprob.logprob
+    for top_token, value in logprob.top:
+        proto.top.add(token_id=top_token, logprob=value)

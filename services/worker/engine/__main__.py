@@ -1,0 +1,136 @@
+"""`python -m services.worker.engine --config JSON`: the engine process of a worker, started by its front."""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+
+from services.common.process import die_with_parent
+from services.common.telemetry import configure_logging
+from services.worker.admission import SchedulerLimits
+from services.worker.core import CoreLimits, EngineCore
+from services.worker.engine.benchmark import measure
+from services.worker.engine.config import EngineConfig
+from services.worker.engine.loop import EngineLoop
+from services.worker.ipc import Link
+from services.worker.messages import (
+    Configure,
+    EngineFailed,
+    EngineReady,
+    FromFrontToEngine,
+    FromMoverToEngine,
+    Message,
+)
+from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.runner import CpuRunner
+from services.worker.rates import Rates
+from services.worker.transfers import TransferLimits
+
+_CONFIGURE_TIMEOUT_S = 10.0
+_log = structlog.get_logger()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Load, report and serve until the front goes; the exit status."""
+    parser = argparse.ArgumentParser(prog="services.worker.engine")
+    parser.add_argument("--config", required=True)
+    config = msgspec.json.decode(parser.parse_args(argv).config, type=EngineConfig)
+    # Closing the link ends this process; a signal to the whole process group must not come before that.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent(config.parent_pid)
+    configure_logging("worker", f"{config.instance}/engine", config.log_level)
+    front: Link[Message] = Link(socket.socket(fileno=config.front_fd), FromFrontToEngine)
+    mover: Link[Message] = Link(socket.socket(fileno=config.mover_fd), FromMoverToEngine)
+    try:
+        loop = _load(config, front, mover)
+    except Exception as error:
+        _log.exception("the engine cannot start")
+        front.send(EngineFailed(f"{type(error).__name__}: {error}".splitlines()[0]))
+        return 1
+    try:
+        loop.run()
+    except ConnectionError:
+        _log.info("front or mover has gone")
+    except RuntimeError as error:
+        front.send(EngineFailed(str(error).splitlines()[0]))
+    return 1
+
+
+def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> EngineLoop:
+    threads = config.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    block_key = _receive_key(front)
+    runner = _load_runner(config, threads)
+    spec = runner.spec
+    limits = CoreLimits(
+        SchedulerLimits(
+            max_context=spec.max_context,
+            vocab_size=spec.vocab_size,
+            max_running=config.max_running,
+            max_queue_s=config.max_queue_s,
+            prefix_cache=config.prefix_cache,
+        ),
+        TransferLimits(config.max_pull_s, config.max_push_blocks, config.max_served_blocks),
+        config.step_token_budget,
+        config.target_step_s,
+    )
+    speed = measure(runner, num_blocks=spec.num_blocks, max_context=spec.max_context, vocab_size=spec.vocab_size)
+    rates = Rates(speed.prefill_tokens_per_s, speed.decode_step_s)
+    front.send(
+        EngineReady(
+            model_digest=spec.digest,
+            dtype=spec.dtype,
+            kv_dtype=spec.layout.dtype,
+            weight_format=spec.weight_format,
+            vocab_size=spec.vocab_size,
+            context_length=spec.max_context,
+            num_blocks=spec.num_blocks,
+            block_bytes=spec.layout.block_bytes,
+            prefill_tokens_per_s=speed.prefill_tokens_per_s,
+            decode_step_s=speed.decode_step_s,
+            block_shape=list(spec.layout.block_shape),
+        )
+    )
+    return EngineLoop(EngineCore(limits, spec.num_blocks, block_key, rates), runner, front, mover)
+
+
+def _load_runner(config: EngineConfig, threads: int) -> CpuRunner:
+    """Size the pool for the model, map it and load."""
+    path = Path(config.model_path)
+    model = open_model(path).config
+    layout = kv_layout(model, config.dtype)
+    num_blocks = config.num_blocks or layout.num_blocks(config.kv_cache_bytes)
+    if num_blocks < 1:
+        raise ValueError(f"kv_cache_bytes={config.kv_cache_bytes}: a block takes {layout.block_bytes}")
+    size = layout.pool_bytes(num_blocks)
+    os.ftruncate(config.pool_fd, size)
+    pool = mmap.mmap(config.pool_fd, size, flags=mmap.MAP_SHARED)
+    context = min(config.max_context or model.max_positions, model.max_positions)
+    return load_runner(path, dtype=config.dtype, pool_buffer=pool, num_threads=threads, served_context=context)
+
+
+def _receive_key(front: Link[Message]) -> bytes:
+    """The key of block ids, from the front's first message."""
+    if not select.select([front.socket], [], [], _CONFIGURE_TIMEOUT_S)[0]:
+        raise TimeoutError(f"the front sent no configuration in {_CONFIGURE_TIMEOUT_S} s")
+    for message in front.receive():
+        if isinstance(message, Configure):
+            return message.block_key
+    raise ConnectionError("the front's first message was no configuration")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,36 @@
+"""What the front tells the engine in its command line."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything but the block key, which comes as a message. Fds are inherited and named by number.
+
+    kv_cache_bytes: size of the pool; num_blocks, where it is not 0, goes before it. max_context 0: the model's own.
+    threads 0: as many as there are cores.
+    """
+
+    parent_pid: int
+    instance: str
+    log_level: str
+    front_fd: int
+    mover_fd: int
+    pool_fd: int
+    model_path: str
+    dtype: Literal["bfloat16", "float32"]
+    threads: int
+    kv_cache_bytes: int
+    num_blocks: int
+    max_context: int
+    step_token_budget: int
+    target_step_s: float
+    max_running: int
+    max_queue_s: float
+    prefix_cache: bool
+    max_pull_s: float
+    max_push_blocks: int
+    max_served_blocks: int

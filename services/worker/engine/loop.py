@@ -1,0 +1,107 @@
+"""The engine's loop over a core, a runner and the links to front and mover: receive, schedule, run, commit, send.
+
+Steps keep the loop below 250 ms; when there is nothing to compute it waits for a message or for the time of the next
+load. A message that cannot be handled fails its own request, a step that cannot be run fails the requests in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from services.worker.core import EngineCore
+from services.worker.engine.batch import StepBuilder
+from services.worker.ipc import Link, wait_links
+from services.worker.messages import Abort, Message, Submit
+from services.worker.model.step import Runner
+from services.worker.sampler import draw_tokens
+from services.worker.scheduler import Chunk
+
+LOAD_EVERY_S = 0.1
+# A runner that fails this often in a row is not coming back; the replica restarts.
+MAX_FAILED_STEPS = 5
+
+_log = structlog.get_logger()
+
+
+class EngineLoop:
+    """Runs until a link closes."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        runner: Runner,
+        front: Link[Message],
+        mover: Link[Message],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._runner = runner
+        self._front = front
+        self._mover = mover
+        self._clock = clock
+        self._builder = StepBuilder()
+        self._next_load_s = 0.0
+        self._failed_steps = 0
+
+    def run(self) -> None:
+        """Serve for ever. Raises ConnectionError when front or mover is gone, RuntimeError when steps keep failing."""
+        while True:
+            progressed = self.turn()
+            if not progressed:
+                wait_links([self._front, self._mover], max(0.0, self._next_load_s - self._clock()))
+
+    def turn(self) -> bool:
+        """One round without waiting; whether a step was run."""
+        for link in (self._front, self._mover):
+            for message in link.receive():
+                self._handle(message)
+        now = self._clock()
+        self._core.expire(now)
+        chunks = self._core.schedule(now)
+        # Admissions must not wait for the step that they start.
+        self._send()
+        if chunks:
+            self._step(chunks)
+            self._send()
+        return bool(chunks)
+
+    def _handle(self, message: Message) -> None:
+        try:
+            self._core.handle(message, self._clock())
+        except Exception:
+            _log.exception("a message could not be handled", type=type(message).__name__)
+            if isinstance(message, Submit | Abort):
+                self._core.fail_request(message.key, "INTERNAL", "the engine could not take the request in")
+
+    def _step(self, chunks: list[Chunk]) -> None:
+        started_s = self._clock()
+        try:
+            self._runner.submit(self._builder.build(chunks))
+            draws = draw_tokens(self._runner.collect(), self._core.draw_rows(chunks))
+        except Exception as error:
+            self._failed_steps += 1
+            _log.exception("a step failed", sequences=len(chunks), in_a_row=self._failed_steps)
+            self._core.fail_step(chunks, "the step of this request failed")
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                self._send()
+                raise RuntimeError(f"{self._failed_steps} steps in a row failed: {error}") from error
+            return
+        self._failed_steps = 0
+        now = self._clock()
+        self._core.commit(chunks, draws, now - started_s, now)
+
+    def _send(self) -> None:
+        core, now = self._core, self._clock()
+        if core.load_changed or now >= self._next_load_s:
+            core.load_changed = False
+            self._next_load_s = now + LOAD_EVERY_S
+            core.to_front.append(core.load())
+        for link, messages in ((self._front, core.to_front), (self._mover, core.to_mover)):
+            for message in messages:
+                link.send(message)
+            messages.clear()
+            link.flush()

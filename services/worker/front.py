@@ -1,0 +1,172 @@
+"""The front's middle: carries requests to the engine and what the engine and the mover say to where it belongs.
+
+Two pumps, one for each child, run until a child is gone. A dead child, or one silent for too long, ends the replica:
+every open stream ends with UNAVAILABLE and `run` raises ChildDied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from services.common.announcer import Announcer, Tier
+from services.common.blocks import split_ids
+from services.worker.children import Child
+from services.worker.errors import ChildDied, Refused
+from services.worker.load_board import LoadBoard
+from services.worker.messages import (
+    Abort,
+    AdmittedRequest,
+    BlockChanges,
+    ChoiceOutput,
+    DrainEngine,
+    EngineFailed,
+    EngineLoad,
+    Message,
+    MoverCounters,
+    PushTarget,
+    RequestFailed,
+    StaleRequest,
+    StepOutput,
+    Submit,
+)
+from services.worker.observation import WorkerMetrics
+from services.worker.push_target import NO_TARGET
+from services.worker.streams import Event, RequestStream, StreamTable
+
+_CHECK_EVERY_S = 0.25
+_log = structlog.get_logger()
+
+
+class Front:
+    """One replica's requests, load and block changes, between gRPC, the engine and the mover."""
+
+    def __init__(
+        self,
+        engine: Child,
+        mover: Child,
+        *,
+        board: LoadBoard,
+        streams: StreamTable,
+        announcer: Announcer,
+        metrics: WorkerMetrics,
+        child_silence_s: float,
+    ) -> None:
+        self.board = board
+        self.streams = streams
+        self.metrics = metrics
+        self._engine = engine
+        self._mover = mover
+        self._announcer = announcer
+        self._child_silence_s = child_silence_s
+        self._target: PushTarget = NO_TARGET
+
+    async def run(self) -> None:
+        """Serve until a child ends. Raises ChildDied, every open stream having been ended with an error."""
+        now = time.monotonic()
+        self.board.engine_heard(now)
+        self.board.mover_heard(now)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pump_engine())
+                group.create_task(self._pump_mover())
+                group.create_task(self._check_silence())
+                group.create_task(self._engine.watch())
+                group.create_task(self._mover.watch())
+        except* (ChildDied, ConnectionError) as errors:
+            detail = str(next((e for e in errors.exceptions if isinstance(e, ChildDied)), errors.exceptions[0]))
+            self.board.ready = False
+            self.streams.fail_all("UNAVAILABLE", "the worker has lost a part of itself")
+            raise ChildDied(detail) from None
+
+    def submit(self, name: str, make: Callable[[int], Submit]) -> RequestStream:
+        """Open a stream and hand the request to the engine. Raises Refused while the replica takes nothing."""
+        if self.board.draining or not self.board.ready:
+            raise Refused("UNAVAILABLE", "the worker is draining" if self.board.draining else "the worker is not ready")
+        if self.streams.is_full:
+            raise Refused("RESOURCE_EXHAUSTED", "too many open requests")
+        stream = self.streams.open(name)
+        try:
+            self._engine.link.send(make(stream.key))
+        except BaseException:
+            self.streams.close(stream.key)
+            raise
+        return stream
+
+    def release(self, stream: RequestStream) -> None:
+        """The stream's reader has gone; what the engine still does for it is aborted. Idempotent."""
+        if self.streams.close(stream.key) is None:
+            return
+        if not stream.is_ended:
+            self._engine.link.send(Abort(stream.key))
+            self.metrics.ended("cancelled")
+        if stream.admitted:
+            self.board.note_ended(stream.name)
+
+    def drain(self) -> None:
+        """Take no more requests; open ones go on."""
+        if not self.board.draining:
+            self.board.set_draining()
+            self._engine.link.send(DrainEngine())
+
+    def set_push_target(self, target: PushTarget) -> None:
+        """Tell engine and mover where blocks are pushed to from now on."""
+        if target != self._target:
+            self._target = target
+            _log.info("push target", node=target.location_id or None)
+            self._mover.link.send(target)
+            self._engine.link.send(target)
+
+    async def _pump_engine(self) -> None:
+        while True:
+            message = await self._engine.link.receive()
+            self.board.engine_heard(time.monotonic())
+            self._take_engine(message)
+
+    async def _pump_mover(self) -> None:
+        while True:
+            message = await self._mover.link.receive()
+            self.board.mover_heard(time.monotonic())
+            if isinstance(message, MoverCounters):
+                self.metrics.mover = message
+
+    def _take_engine(self, message: Message) -> None:
+        match message:
+            case StepOutput(choices=choices, completed=completed):
+                for output in choices:
+                    self._deliver(output)
+                for usage in completed:
+                    self._deliver(usage)
+            case EngineLoad():
+                self.board.publish(message)
+            case AdmittedRequest() | StaleRequest() | RequestFailed():
+                self._deliver(message)
+            case BlockChanges(adds=adds, removes=removes):
+                self._announcer.remove(split_ids(removes))
+                self._announcer.add(split_ids(adds), Tier.HBM)
+            case EngineFailed(detail=detail):
+                raise ChildDied(f"the engine gave up: {detail}")
+
+    def _deliver(self, event: Event) -> None:
+        """Hand an event to its stream; a reader that has gone misses it, one that is too slow is let go."""
+        stream = self.streams.get(event.key)
+        if stream is None:
+            return
+        if isinstance(event, AdmittedRequest):
+            stream.admitted = True
+            self.board.note_admitted(stream.name)
+        if not stream.put(event) and isinstance(event, ChoiceOutput):
+            _log.warning("a stream is not read", request=stream.name)
+            self._engine.link.send(Abort(stream.key))
+            stream.put(RequestFailed(stream.key, "RESOURCE_EXHAUSTED", "the stream is read too slowly"))
+
+    async def _check_silence(self) -> None:
+        """A child that is stopped keeps its socket open; only its silence shows."""
+        while True:
+            await asyncio.sleep(_CHECK_EVERY_S)
+            silence_s = self.board.silence_s(time.monotonic())
+            if silence_s > self._child_silence_s:
+                raise ChildDied(f"a child has said nothing for {silence_s:.1f} s")

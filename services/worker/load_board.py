@@ -1,0 +1,106 @@
+"""The replica's present load, and the watchers who are told of it: every 100 ms, and at once when requests come or go.
+
+A replica whose engine or mover has fallen silent reports nothing, which is how watchers learn of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+
+from services.worker.messages import EngineLoad
+
+# Names of attempts kept for a watcher that does not read; a router resynchronises from the counts then.
+_MAX_NAMES = 4096
+
+
+class Watcher:
+    """One reader of reports."""
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        self._admitted: deque[str] = deque(maxlen=_MAX_NAMES)
+        self._ended: deque[str] = deque(maxlen=_MAX_NAMES)
+
+    def note(self, *, admitted: str = "", ended: str = "") -> None:
+        """An attempt has been admitted or has ended."""
+        if admitted:
+            self._admitted.append(admitted)
+        if ended:
+            self._ended.append(ended)
+
+    def take(self) -> tuple[list[str], list[str]]:
+        """Admitted and ended attempts since the last call."""
+        names = list(self._admitted), list(self._ended)
+        self._admitted.clear()
+        self._ended.clear()
+        return names
+
+
+class LoadBoard:
+    """Latest load, readiness, and when the children were last heard."""
+
+    def __init__(self, *, engine_silence_s: float = 1.0, mover_silence_s: float = 3.0) -> None:
+        self.load: EngineLoad | None = None
+        self.ready = False
+        self.draining = False
+        self._engine_silence_s = engine_silence_s
+        self._mover_silence_s = mover_silence_s
+        self._engine_heard_s = 0.0
+        self._mover_heard_s = 0.0
+        self._watchers: set[Watcher] = set()
+
+    def publish(self, load: EngineLoad) -> None:
+        """A load has come from the engine."""
+        self.load = load
+        self._wake_watchers()
+
+    def engine_heard(self, now: float) -> None:
+        """The engine has said something."""
+        self._engine_heard_s = now
+
+    def mover_heard(self, now: float) -> None:
+        """The mover has said something."""
+        self._mover_heard_s = now
+
+    def silence_s(self, now: float) -> float:
+        """How long the quieter child has been silent."""
+        return now - min(self._engine_heard_s, self._mover_heard_s)
+
+    def is_silent(self, now: float) -> bool:
+        """Whether a child has been silent for so long that it may be stopped."""
+        engine, mover = now - self._engine_heard_s, now - self._mover_heard_s
+        return engine > self._engine_silence_s or mover > self._mover_silence_s
+
+    def set_draining(self) -> None:
+        """No admissions from now on."""
+        self.draining = True
+        self._wake_watchers()
+
+    def note_admitted(self, name: str) -> None:
+        """An attempt has its place."""
+        for watcher in self._watchers:
+            watcher.note(admitted=name)
+        self._wake_watchers()
+
+    def note_ended(self, name: str) -> None:
+        """An admitted attempt is over, however it ended."""
+        for watcher in self._watchers:
+            watcher.note(ended=name)
+        self._wake_watchers()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[Watcher]:
+        """A watcher for the time of the context."""
+        watcher = Watcher()
+        self._watchers.add(watcher)
+        try:
+            yield watcher
+        finally:
+            self._watchers.discard(watcher)
+
+    def _wake_watchers(self) -> None:
+        for watcher in self._watchers:
+            watcher.wake.set()

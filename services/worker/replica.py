@@ -1,0 +1,204 @@
+"""Starts the parts of a replica in order: engine, model, mover, identity. What starts is ended with the exit stack."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from kvmesh.v1 import worker_pb2
+
+from services.common.blocks import BLOCK_TOKENS, LAYOUT_VERSION
+from services.common.models import ModelSource
+from services.common.registry import LocationRecord
+from services.common.security import MeshSecret
+from services.common.tokenizer_digest import tokenizer_digest
+from services.worker.children import Child, SharedParts, secret_environment, start_child
+from services.worker.config import WorkerSettings
+from services.worker.engine.config import EngineConfig
+from services.worker.errors import StartFailed
+from services.worker.messages import (
+    Configure,
+    EngineFailed,
+    EngineReady,
+    FromEngineToFront,
+    FromMoverToFront,
+    MoverReady,
+)
+
+_MOVER_TIMEOUT_S = 30.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """The running parts and what they said of themselves."""
+
+    worker_id: str
+    epoch: int
+    source: ModelSource
+    engine: Child
+    engine_ready: EngineReady
+    mover: Child
+    mover_ready: MoverReady
+
+
+async def start_replica(
+    settings: WorkerSettings,
+    source: ModelSource,
+    secret: MeshSecret,
+    *,
+    worker_id: str,
+    epoch: int,
+    stack: AsyncExitStack,
+) -> Replica:
+    """Start engine and mover. Raises StartFailed with one line."""
+    parts = SharedParts()
+    stack.callback(parts.close)
+    engine = await _start_engine(settings, source, parts, worker_id)
+    stack.push_async_callback(engine.end)
+    engine.link.send(Configure(secret.block_key))
+    engine_ready = await _first_message(engine, EngineReady, settings.start_timeout_s)
+    mover = await _start_mover(settings, parts, engine_ready, worker_id, epoch)
+    stack.push_async_callback(mover.end)
+    mover_ready = await _first_message(mover, MoverReady, _MOVER_TIMEOUT_S)
+    return Replica(worker_id, epoch, source, engine, engine_ready, mover, mover_ready)
+
+
+def identity_proto(replica: Replica, settings: WorkerSettings) -> worker_pb2.WorkerIdentity:
+    """What watchers are told of the replica."""
+    ready = replica.engine_ready
+    return worker_pb2.WorkerIdentity(
+        worker_id=replica.worker_id,
+        epoch=replica.epoch,
+        model=replica.source.name,
+        model_digest=ready.model_digest,
+        context_length=ready.context_length,
+        dtype=ready.dtype,
+        kv_dtype=ready.kv_dtype,
+        weight_format=ready.weight_format,
+        block_tokens=BLOCK_TOKENS,
+        layout_version=LAYOUT_VERSION,
+        vocab_size=ready.vocab_size,
+        tokenizer_digest=tokenizer_digest(replica.source),
+        total_blocks=ready.num_blocks,
+        block_bytes=ready.block_bytes,
+        pull_address=replica.mover_ready.pull_address,
+        prefill_tokens_per_s=ready.prefill_tokens_per_s,
+        decode_step_s=ready.decode_step_s,
+        step_token_budget=settings.step_token_budget,
+        max_running_requests=settings.max_running,
+    )
+
+
+def location_record(replica: Replica, settings: WorkerSettings, *, address: str, metrics: str) -> LocationRecord:
+    """The replica's record in the registry."""
+    return LocationRecord(
+        kind="worker",
+        id=replica.worker_id,
+        epoch=replica.epoch,
+        host=host_name(settings),
+        grpc_address=address,
+        pull_address=replica.mover_ready.pull_address,
+        transfer_grpc_address=replica.mover_ready.grpc_address,
+        metrics_address=metrics,
+        model=replica.source.name,
+        model_digest=replica.engine_ready.model_digest.hex(),
+        started_s=replica.epoch // 1_000_000,
+    )
+
+
+def host_name(settings: WorkerSettings) -> str:
+    """Name by which locations on one host know each other."""
+    return settings.advertise_host or settings.listen.rpartition(":")[0]
+
+
+async def _start_engine(settings: WorkerSettings, source: ModelSource, parts: SharedParts, worker_id: str) -> Child:
+    front_end, child_end = socket.socketpair()
+    config = EngineConfig(
+        parent_pid=os.getpid(),
+        instance=worker_id,
+        log_level=settings.log_level,
+        front_fd=child_end.fileno(),
+        mover_fd=parts.engine_end.fileno(),
+        pool_fd=parts.pool_fd,
+        model_path=str(source.path),
+        dtype=settings.dtype,
+        threads=settings.threads,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        num_blocks=settings.num_blocks,
+        max_context=settings.max_context,
+        step_token_budget=settings.step_token_budget,
+        target_step_s=settings.target_step_s,
+        max_running=settings.max_running,
+        max_queue_s=settings.max_queue_s,
+        prefix_cache=settings.prefix_cache,
+        max_pull_s=settings.max_pull_s,
+        max_push_blocks=settings.max_push_blocks,
+        max_served_blocks=settings.max_served_blocks,
+    )
+    return await start_child(
+        "engine",
+        "services.worker.engine",
+        msgspec.json.encode(config),
+        front_end=front_end,
+        child_end=child_end,
+        fds=(parts.engine_end.fileno(), parts.pool_fd),
+        receives=FromEngineToFront,
+        environment={},
+    )
+
+
+async def _start_mover(
+    settings: WorkerSettings, parts: SharedParts, ready: EngineReady, worker_id: str, epoch: int
+) -> Child:
+    front_end, child_end = socket.socketpair()
+    config = {
+        "engine_fd": parts.mover_end.fileno(),
+        "front_fd": child_end.fileno(),
+        "pool_fd": parts.pool_fd,
+        "num_blocks": ready.num_blocks,
+        "block_bytes": ready.block_bytes,
+        "num_kv_heads": ready.block_shape[0],
+        "block_shape": ready.block_shape,
+        "listen_host": settings.listen.rpartition(":")[0],
+        "advertise_host": settings.advertise_host,
+        "worker_id": worker_id,
+        "epoch": epoch,
+        "model_digest_hex": ready.model_digest.hex(),
+        "parent_pid": os.getpid(),
+        "layout_version": LAYOUT_VERSION,
+        "kv_dtype": ready.kv_dtype,
+    }
+    return await start_child(
+        "mover",
+        "services.worker.mover",
+        json.dumps(config).encode(),
+        front_end=front_end,
+        child_end=child_end,
+        fds=(parts.mover_end.fileno(), parts.pool_fd),
+        receives=FromMoverToFront,
+        environment=secret_environment(settings),
+    )
+
+
+async def _first_message(child: Child, kind: type[T], timeout_s: float) -> T:
+    """The message by which a child says that it is ready; what else it says before is not for us."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await child.link.receive()
+                if isinstance(message, kind):
+                    return message
+                if isinstance(message, EngineFailed):
+                    raise StartFailed(message.detail)
+    except TimeoutError:
+        raise StartFailed(f"the {child.role} was not ready within {timeout_s:.0f} s") from None
+    except ConnectionError:
+        status = await child.process.wait()
+        raise StartFailed(f"the {child.role} ended with status {status} while it started") from None
