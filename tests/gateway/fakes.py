@@ -1,0 +1,204 @@
+"""A router and a worker at the other end of real gRPC connections, that answer as a test scripts them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from kvmesh.v1 import router_pb2, worker_pb2
+from kvmesh.v1.common_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    CachedTokens,
+    PositionLogprobs,
+    TokenLogprob,
+    Usage,
+)
+from kvmesh.v1.router_pb2 import (
+    Ask,
+    Done,
+    Grant,
+    ModelSnapshot,
+    Refusal,
+    RouteRequest,
+    RouteResponse,
+    ServedModel,
+)
+from kvmesh.v1.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
+from kvmesh.v1.worker_pb2 import (
+    Admitted,
+    Completed,
+    Stale,
+    TokenChunk,
+    WorkerChoiceFinish,
+    WorkerGenerateRequest,
+    WorkerGenerateResponse,
+    WorkerLoad,
+)
+from kvmesh.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+
+from services.common.rpc import MeshServer
+from services.common.security import MeshSecret
+
+SECRET = MeshSecret("a secret for tests only")
+DIGEST = b"m" * 16
+
+
+def served_model(**changes: Any) -> ServedModel:
+    """The default model as a router reports it."""
+    fields: dict[str, Any] = {
+        "name": "smollm2-135m",
+        "digest": DIGEST,
+        "context_length": 8192,
+        "dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+        "weight_format": "gguf:Q4_1",
+        "block_tokens": 16,
+        "layout_version": 1,
+        "ready_replicas": 1,
+        "created_s": 1_700_000_000,
+        "vocab_size": 49152,
+    }
+    return ServedModel(**{**fields, **changes})
+
+
+@dataclass
+class Script:
+    """What a worker does with one request. `tokens` of every choice come one by one."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: int = FINISH_REASON_STOP
+    stale: bool = False
+    fail_after: int | None = None
+    fail_before_admission: grpc.StatusCode | None = None
+    hang_after: int | None = None
+    pause_s: float = 0.0
+    cached: int = 0
+    chunk: int = 1
+
+
+@dataclass
+class FakeWorker(WorkerServicer):
+    """Answers by `script(request)`; records requests, and calls that are running."""
+
+    worker_id: str
+    script: Callable[[WorkerGenerateRequest], Script]
+    requests: list[WorkerGenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, str]] = field(default_factory=list)
+    running: int = 0
+    cancelled: int = 0
+    server: MeshServer = field(default_factory=lambda: MeshServer("127.0.0.1:0", secret=SECRET))
+
+    async def start(self) -> str:
+        """Serve; returns the address."""
+        full_name = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+        self.server.add(add_WorkerServicer_to_server, self, full_name)
+        return await self.server.start()
+
+    async def Generate(self, request: WorkerGenerateRequest, context: Any) -> AsyncIterator[WorkerGenerateResponse]:
+        self.requests.append(request)
+        self.metadata.append({k: str(v) for k, v in context.invocation_metadata()})
+        self.running += 1
+        try:
+            async for message in self._answer(self.script(request), request, context):
+                yield message
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def _answer(
+        self, script: Script, request: WorkerGenerateRequest, context: Any
+    ) -> AsyncIterator[WorkerGenerateResponse]:
+        if script.fail_before_admission is not None:
+            await context.abort(script.fail_before_admission, "scripted")
+        if script.stale:
+            yield WorkerGenerateResponse(stale=Stale(load=WorkerLoad(waiting_requests=9)))
+            return
+        yield WorkerGenerateResponse(admitted=Admitted(worker_id=self.worker_id, cached_tokens=script.cached))
+        tokens = script.tokens[: request.max_tokens]
+        for start in range(0, len(tokens) + 1, script.chunk):
+            if script.fail_after is not None and start >= script.fail_after:
+                await context.abort(grpc.StatusCode.INTERNAL, "scripted")
+            if script.hang_after is not None and start >= script.hang_after:
+                await asyncio.Event().wait()
+            part = tokens[start : start + script.chunk]
+            for choice in range(request.num_choices) if part else ():
+                yield WorkerGenerateResponse(tokens=self._chunk(choice, part, request))
+            await asyncio.sleep(script.pause_s)
+        for choice in range(request.num_choices):
+            reason = FINISH_REASON_LENGTH if len(tokens) < len(script.tokens) else script.finish
+            yield WorkerGenerateResponse(finish=WorkerChoiceFinish(choice=choice, reason=reason))  # type: ignore[arg-type]
+        usage = Usage(
+            prompt_tokens=len(request.prompt_token_ids),
+            output_tokens=len(tokens) * request.num_choices,
+            cached=CachedTokens(local=script.cached),
+        )
+        yield WorkerGenerateResponse(completed=Completed(usage=usage))
+
+    def _chunk(self, choice: int, part: list[int], request: WorkerGenerateRequest) -> TokenChunk:
+        logprobs = []
+        if request.sampling.HasField("num_logprobs"):
+            top = [TokenLogprob(token_id=i, logprob=-9999.0) for i in range(20, 20 + request.sampling.num_logprobs)]
+            logprobs = [PositionLogprobs(chosen=TokenLogprob(token_id=token, logprob=-0.5), top=top) for token in part]
+        return TokenChunk(choice=choice, token_ids=part, logprobs=logprobs)
+
+
+@dataclass
+class FakeRouter(RouterServicer):
+    """Grants every ask to the first worker that is not excluded; records what it is told."""
+
+    workers: dict[str, str] = field(default_factory=dict)
+    models: list[ServedModel] = field(default_factory=lambda: [served_model()])
+    refusal: Refusal | None = None
+    mute: bool = False
+    asks: list[Ask] = field(default_factory=list)
+    dones: list[Done] = field(default_factory=list)
+    streams: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    server: MeshServer = field(default_factory=lambda: MeshServer("127.0.0.1:0", secret=SECRET))
+
+    async def start(self) -> str:
+        """Serve; returns the address."""
+        full_name = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
+        self.server.add(add_RouterServicer_to_server, self, full_name)
+        return await self.server.start()
+
+    async def Route(self, requests: AsyncIterator[RouteRequest], context: Any) -> AsyncIterator[RouteResponse]:
+        self.streams += 1
+        async for message in requests:
+            if message.HasField("done"):
+                self.dones.append(message.done)
+                continue
+            self.asks.append(message.ask)
+            if not self.mute:
+                yield self._answer(message.ask)
+
+    async def WatchModels(self, request: Any, context: Any) -> AsyncIterator[ModelSnapshot]:
+        while True:
+            yield ModelSnapshot(models=self.models)
+            self.changed.clear()
+            await self.changed.wait()
+
+    def set_models(self, *models: ServedModel) -> None:
+        """Report other models."""
+        self.models = list(models)
+        self.changed.set()
+
+    def _answer(self, ask: Ask) -> RouteResponse:
+        identity = {"request_id": ask.request_id, "attempt": ask.attempt}
+        if self.refusal is not None:
+            refusal = Refusal()
+            refusal.CopyFrom(self.refusal)
+            refusal.request_id, refusal.attempt = ask.request_id, ask.attempt
+            return RouteResponse(refusal=refusal)
+        for worker_id, address in self.workers.items():
+            if worker_id not in ask.excluded_workers:
+                grant = Grant(**identity, worker_id=worker_id, worker_epoch=1, worker_address=address, policy="fake")
+                return RouteResponse(grant=grant)
+        return RouteResponse(refusal=Refusal(**identity, reason=router_pb2.REFUSAL_REASON_NO_WORKER))
