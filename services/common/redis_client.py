@@ -5,6 +5,7 @@ Callers own their retry loops: `Backoff` paces them and `RedisHealth` reports fo
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import redis.asyncio
@@ -49,6 +50,8 @@ class RedisHealth:
 
     def __init__(self) -> None:
         self.connected = False
+        # Set once Redis has answered or failed to.
+        self.tried = asyncio.Event()
         self._reported_loss = False
 
     def answered(self) -> None:
@@ -58,6 +61,7 @@ class RedisHealth:
             if self._reported_loss:
                 _log.info("redis is back")
         self.connected = True
+        self.tried.set()
         self._reported_loss = False
 
     def lost(self, error: BaseException) -> None:
@@ -68,6 +72,7 @@ class RedisHealth:
             _losses.add(1)
             _log.warning("redis does not answer", error=type(error).__name__, detail=str(error)[:200])
         self.connected = False
+        self.tried.set()
         self._reported_loss = True
 
 

@@ -48,7 +48,8 @@ class Replica:
     def __init__(self) -> None:
         self.blocks = BlockMap()
         self.locations: dict[str, Location] = {}
-        self.names: dict[int, str] = {}
+        # Raised whenever a location comes, goes or changes its epoch: what was derived from slots is stale then.
+        self.version = 0
 
     def find(self, ids: Sequence[BlockId]) -> Runs:
         """Which slot holds how many of the leading `ids`."""
@@ -94,7 +95,7 @@ class Replica:
         """The location is gone; what it held is swept later."""
         location = self.locations.pop(name, None)
         if location is not None:
-            del self.names[location.slot]
+            self.version += 1
             self.blocks.retire_slot(location.slot, location.tiers)
 
     def _begin(self, name: str, epoch: int) -> Location:
@@ -102,7 +103,7 @@ class Replica:
         if location is None or location.epoch != epoch:
             self.retire(name)
             location = self.locations[name] = Location(self.blocks.new_slot(), epoch)
-            self.names[location.slot] = name
+            self.version += 1
         location.staged = {} if location.tiers else location.tiers
         return location
 

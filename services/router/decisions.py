@@ -1,0 +1,147 @@
+"""Answers asks and keeps the books of the attempts it granted. Synchronous; time comes in as an argument."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from time import perf_counter
+
+import structlog
+
+from services.common.redis_client import RedisHealth
+from services.common.registry import LocationRecord
+from services.router.domain import Ask, AttemptId, Placement, Refused, WorkerId
+from services.router.holders import Holders
+from services.router.index.replica import Replica
+from services.router.metrics import RouterMetrics
+from services.router.placement import PlacementConfig, Placer
+from services.router.workers import PendingAttempt, WorkerTable
+
+# Open attempts of one gateway; beyond it the oldest is forgotten and counted.
+MAX_OPEN_ATTEMPTS = 65_536
+_EXPLAINED_CANDIDATES = 8
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAttempt:
+    """A grant that its gateway has not closed yet."""
+
+    worker_id: WorkerId
+    policy: str
+    predicted_ttft_s: float
+    num_choices: int
+
+
+# Open attempts of one gateway's stream.
+OpenAttempts = dict[AttemptId, OpenAttempt]
+
+
+class Decisions:
+    """One router's state: the view of workers, the index, the kvstores, and the policy over them."""
+
+    def __init__(
+        self, config: PlacementConfig, health: RedisHealth, metrics: RouterMetrics, *, pending_timeout_s: float
+    ) -> None:
+        self.table = WorkerTable(pending_timeout_s=pending_timeout_s)
+        self.replica = Replica()
+        self.kvstores: dict[str, LocationRecord] = {}
+        self.holders = Holders(self.replica, self.table, self.kvstores)
+        self._placer = Placer(config, self.table, self.holders)
+        self._health = health
+        self._metrics = metrics
+
+    @property
+    def redis_connected(self) -> bool:
+        """Whether Redis answered lately."""
+        return self._health.connected
+
+    def set_kvstore(self, record: LocationRecord, *, gone: bool) -> None:
+        """A kvstore has registered, changed or gone."""
+        if gone:
+            self.kvstores.pop(record.id, None)
+        else:
+            self.kvstores[record.id] = record
+        self.holders.changed()
+
+    def ask(self, ask: Ask, opened: OpenAttempts, now_s: float) -> Placement | Refused:
+        """Decide; a grant is counted as load and entered into `opened`."""
+        began_s = perf_counter()
+        index_usable = self._health.connected or bool(self.replica.locations)
+        answer = self._placer.place(ask, now_s, index_usable=index_usable)
+        if isinstance(answer, Placement):
+            self._enter(ask, answer, opened, now_s)
+        self._metrics.decided(answer, perf_counter() - began_s)
+        self._explain(ask, answer)
+        return answer
+
+    def done(
+        self,
+        attempt: AttemptId,
+        opened: OpenAttempts,
+        now_s: float,
+        *,
+        outcome: str,
+        ttft_s: float = 0.0,
+        output_tokens: int = 0,
+    ) -> None:
+        """A gateway closes an attempt; unknown ones are ignored."""
+        entry = opened.pop(attempt, None)
+        if entry is None:
+            return
+        self.table.end(entry.worker_id, attempt, now_s)
+        if outcome == "ok" and output_tokens:
+            self._placer.output_tokens.update(output_tokens / entry.num_choices)
+        self._metrics.closed(entry.policy, outcome, entry.predicted_ttft_s, ttft_s)
+        if _explains():
+            _log.debug(
+                "attempt closed",
+                request_id=attempt.request_id,
+                attempt=attempt.attempt,
+                worker=entry.worker_id,
+                outcome=outcome,
+                predicted_ttft_s=round(entry.predicted_ttft_s, 6),
+                actual_ttft_s=round(ttft_s, 6),
+            )
+
+    def indexed_blocks(self, location: str) -> int:
+        """Blocks that the index has of a location."""
+        known = self.replica.locations.get(location)
+        return len(known.tiers) if known else 0
+
+    def _enter(self, ask: Ask, placement: Placement, opened: OpenAttempts, now_s: float) -> None:
+        pending = PendingAttempt(placement.prefill_tokens, placement.num_blocks, now_s)
+        self.table.grant(placement.worker_id, ask.id, pending)
+        opened[ask.id] = OpenAttempt(
+            placement.worker_id, placement.policy, placement.predicted_ttft_s, max(1, ask.num_choices)
+        )
+        if len(opened) > MAX_OPEN_ATTEMPTS:
+            del opened[next(iter(opened))]
+            self._metrics.forgotten()
+
+    def _explain(self, ask: Ask, answer: Placement | Refused) -> None:
+        fields = {
+            "request_id": ask.id.request_id,
+            "attempt": ask.id.attempt,
+            "model": ask.model,
+            "prompt_tokens": ask.prompt_tokens,
+            "blocks": len(ask.block_ids),
+        }
+        if isinstance(answer, Refused):
+            _log.info("refused", reason=answer.reason.value, detail=answer.detail, **fields)
+        elif _explains():
+            _log.debug(
+                "granted",
+                worker=answer.worker_id,
+                policy=answer.policy,
+                predicted_ttft_s=round(answer.predicted_ttft_s, 6),
+                local_blocks=answer.local_blocks,
+                pulls=[(run.kind, run.location_id, run.first_block, run.num_blocks) for run in answer.pull_plan],
+                candidates=answer.explanation.best(self.table.by_row, _EXPLAINED_CANDIDATES),
+                **fields,
+            )
+
+
+def _explains() -> bool:
+    """Whether debug lines go anywhere; building them costs more than the decision."""
+    return logging.getLogger(__name__).isEnabledFor(logging.DEBUG)

@@ -1,0 +1,159 @@
+"""Plain data of the router: what is asked, what workers say of themselves, what is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from services.common.blocks import BlockId
+
+WorkerId = NewType("WorkerId", str)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptId:
+    """One assignment of a request."""
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that wants a worker; block_ids are those of the prompt's full blocks."""
+
+    id: AttemptId
+    model: str
+    model_digest: bytes
+    block_ids: list[BlockId]
+    prompt_tokens: int
+    max_output_tokens: int
+    num_choices: int = 1
+    deadline_s: float = 0.0
+    excluded_workers: frozenset[str] = frozenset()
+    policy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What does not change while a worker runs; rates are its self-benchmark's."""
+
+    worker_id: WorkerId
+    epoch: int
+    model: str
+    model_digest: bytes
+    context_length: int
+    dtype: str
+    kv_dtype: str
+    weight_format: str
+    block_tokens: int
+    layout_version: int
+    vocab_size: int
+    tokenizer_digest: bytes
+    total_blocks: int
+    block_bytes: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    step_token_budget: int
+    max_running_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One report of a worker; rates are 0 where it has measured none."""
+
+    progress: int
+    ready: bool
+    draining: bool
+    running_requests: int
+    waiting_requests: int
+    queued_prefill_tokens: int
+    decoding_sequences: int
+    free_blocks: int
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    kvstore_pull_bytes_per_s: float = 0.0
+    peer_pull_bytes_per_s: float = 0.0
+    admitted: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
+
+
+class RefusalReason(Enum):
+    """Why no worker was granted."""
+
+    BAD_ASK = "bad_ask"
+    NO_WORKER = "no_worker"
+    OVERLOADED = "overloaded"
+    UNKNOWN_MODEL = "unknown_model"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The answer when there is no grant."""
+
+    reason: RefusalReason
+    detail: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PullRun:
+    """Blocks [first_block, first_block + num_blocks) of the prompt, from one holder."""
+
+    kind: str
+    location_id: str
+    epoch: int
+    pull_address: str
+    grpc_address: str
+    first_block: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why: of each candidate its score (the lowest won) and the terms it is made of, all in the same order."""
+
+    candidates: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float64]
+    terms: dict[str, npt.NDArray[np.float64]]
+    chosen: int
+
+    def best(self, names: Mapping[int, WorkerId], most: int) -> list[dict[str, object]]:
+        """The `most` best candidates for a log line; names: worker ids by row."""
+        order = np.argsort(self.scores, kind="stable")[:most]
+        return [
+            {
+                "worker": names.get(int(self.candidates[at]), ""),
+                "score": round(float(self.scores[at]), 6),
+                **{name: round(float(values[at]), 6) for name, values in self.terms.items()},
+            }
+            for at in order
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The answer when there is a grant.
+
+    prefill_tokens, num_blocks: what the decision assumes that the worker will compute, and take from its pool.
+    """
+
+    worker_id: WorkerId
+    worker_epoch: int
+    worker_address: str
+    pull_plan: list[PullRun]
+    local_blocks: int
+    predicted_ttft_s: float
+    prefill_tokens: int
+    num_blocks: int
+    policy: str
+    explanation: Explanation

@@ -1,0 +1,69 @@
+"""Instruments of the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from services.router.domain import Placement, Refused
+
+
+class RouterMetrics:
+    """What decisions did, and how right their predictions were."""
+
+    def __init__(self) -> None:
+        meter = metrics.get_meter("kvmesh.router")
+        self._decisions = meter.create_counter(
+            "kvmesh_router_decisions", description="Answers to asks, by policy and outcome."
+        )
+        self._seconds = meter.create_histogram(
+            "kvmesh_router_decision_seconds", unit="s", description="Time that a decision took."
+        )
+        self._pulled = meter.create_counter(
+            "kvmesh_router_planned_pull_blocks", description="Blocks in granted pull plans, by kind of holder."
+        )
+        self._closed = meter.create_counter(
+            "kvmesh_router_attempts_closed", description="Attempts that gateways closed, by policy and outcome."
+        )
+        self._error = meter.create_histogram(
+            "kvmesh_router_ttft_error_seconds",
+            unit="s",
+            description="Predicted against measured time to first token: the difference, by its side.",
+        )
+        self._forgotten = meter.create_counter(
+            "kvmesh_router_attempts_forgotten", description="Attempts dropped because a gateway never closed them."
+        )
+
+    def decided(self, answer: Placement | Refused, seconds: float) -> None:
+        """An ask has been answered."""
+        if isinstance(answer, Refused):
+            self._decisions.add(1, {"policy": "none", "outcome": answer.reason.value})
+        else:
+            self._decisions.add(1, {"policy": answer.policy, "outcome": "granted"})
+            for run in answer.pull_plan:
+                self._pulled.add(run.num_blocks, {"kind": run.kind})
+        self._seconds.record(seconds)
+
+    def closed(self, policy: str, outcome: str, predicted_ttft_s: float, ttft_s: float) -> None:
+        """A gateway has closed an attempt; ttft_s is 0 when no token came."""
+        self._closed.add(1, {"policy": policy, "outcome": outcome})
+        if ttft_s > 0:
+            side = "late" if ttft_s > predicted_ttft_s else "early"
+            self._error.record(abs(ttft_s - predicted_ttft_s), {"policy": policy, "side": side})
+
+    def forgotten(self) -> None:
+        """An attempt was dropped unclosed."""
+        self._forgotten.add(1)
+
+
+def observe_gauges(gauges: dict[str, tuple[str, Callable[[], float]]]) -> None:
+    """Register gauges, name -> (description, read), that are read when metrics are collected."""
+    meter = metrics.get_meter("kvmesh.router")
+    for name, (description, read) in gauges.items():
+
+        def callback(_: CallbackOptions, read: Callable[[], float] = read) -> Iterable[Observation]:
+            return [Observation(read())]
+
+        meter.create_observable_gauge(name, [callback], description=description)

@@ -1,0 +1,182 @@
+"""The decision: which worker serves a request and what it pulls from where. Pure; time comes in as an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from services.router.domain import Ask, Explanation, Placement, PullRun, RefusalReason, Refused, WorkerId
+from services.router.holders import Holders
+from services.router.policies import POLICIES
+from services.router.policies.costs import Costs, estimate
+from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView, rendezvous
+from services.router.rates import RunningMean
+from services.router.workers import WorkerTable
+
+# Blocks of a prompt that say where requests like it go when nothing else does.
+PREFIX_BLOCKS = 8
+_FIRST_OUTPUT_TOKENS = 128.0
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementConfig:
+    """Policy by default, the one without an index, and when to refuse."""
+
+    policy: str
+    max_queue_s: float
+    degraded_policy: str = "prefix_hash"
+
+
+class Placer:
+    """Answers asks from the view; the caller counts the grants."""
+
+    def __init__(self, config: PlacementConfig, table: WorkerTable, holders: Holders) -> None:
+        self._config = config
+        self._table = table
+        self._holders = holders
+        self._sequence = 0
+        self.output_tokens = RunningMean(_FIRST_OUTPUT_TOKENS)
+
+    def place(self, ask: Ask, now_s: float, *, index_usable: bool = True) -> Placement | Refused:
+        """A placement or a refusal. index_usable: False when nothing is known of where blocks are."""
+        serving = self._table.serving(now_s)
+        model = self._table.model_number(ask.model, ask.model_digest)
+        candidates = self._candidates(ask, serving, model)
+        if not len(candidates):
+            return self._refusal(ask, serving, model)
+        self._sequence += 1
+        policy = ask.policy or (self._config.policy if index_usable else self._config.degraded_policy)
+        holding = self._holders.find(ask.block_ids)
+        peers = np.flatnonzero(self._table.rows["live"] & ~self._table.suspect(now_s))
+        request = self._request(ask, candidates)
+        view = PolicyView(
+            rows=self._table.rows[candidates],
+            local_blocks=np.minimum(holding.by_row[candidates], request.usable_blocks),
+            peer_blocks=holding.best_other(peers, candidates),
+            kvstore_blocks=holding.best_kvstore,
+        )
+        costs = estimate(request, view)
+        overload = self._overload(ask, costs)
+        if overload is not None:
+            return overload
+        scores = POLICIES[policy](request, view, costs)
+        chosen = _lowest(scores, view, request)
+        runs = self._holders.runs(
+            holding,
+            _segments(costs, view, chosen),
+            row=int(candidates[chosen]),
+            usable_rows=peers,
+            turn=self._sequence,
+        )
+        return self._placement(candidates, view, costs, scores, chosen, runs, policy)
+
+    def knows(self, model: str) -> bool:
+        """Whether a worker of this public name has ever been seen and is not forgotten."""
+        return any(
+            worker.identity.model == model if worker.identity else worker.record.model == model
+            for worker in self._table.workers.values()
+        )
+
+    def _candidates(self, ask: Ask, serving: npt.NDArray[np.bool_], model: int) -> IntArray:
+        rows = self._table.rows
+        blocks = np.ceil((ask.prompt_tokens + 1) / np.maximum(1, rows["block_tokens"]))
+        able = (
+            serving
+            & (rows["model"] == model)
+            & (model >= 0)
+            & (rows["context_length"] > ask.prompt_tokens)
+            & (rows["total_blocks"] >= blocks)
+        )
+        for name in ask.excluded_workers:
+            worker = self._table.workers.get(WorkerId(name))
+            if worker is not None:
+                able[worker.row] = False
+        return np.flatnonzero(able)
+
+    def _refusal(self, ask: Ask, serving: npt.NDArray[np.bool_], model: int) -> Refused:
+        if not self.knows(ask.model):
+            return Refused(RefusalReason.UNKNOWN_MODEL, f"no worker serves the model {ask.model}", 0.0)
+        if model < 0:
+            return Refused(RefusalReason.NO_WORKER, "no worker has this digest of the model", _RETRY_S)
+        ready = serving & (self._table.rows["model"] == model)
+        if ready.any() and ask.excluded_workers:
+            return Refused(RefusalReason.NO_WORKER, "every worker that could serve the request is excluded", _RETRY_S)
+        detail = "the prompt fits no worker" if ready.any() else "no worker of the model is ready"
+        return Refused(RefusalReason.NO_WORKER, detail, _RETRY_S)
+
+    def _request(self, ask: Ask, candidates: IntArray) -> PolicyRequest:
+        choices = max(1, ask.num_choices)
+        key = (
+            ask.block_ids[min(len(ask.block_ids), PREFIX_BLOCKS) - 1]
+            if ask.block_ids
+            else blake2b(ask.id.request_id.encode(), digest_size=8).digest()
+        )
+        return PolicyRequest(
+            prompt_tokens=ask.prompt_tokens,
+            block_tokens=int(self._table.rows["block_tokens"][candidates[0]]),
+            num_choices=choices,
+            expected_output_tokens=min(self.output_tokens.value, max(1.0, ask.max_output_tokens / choices)),
+            prefix_key=int.from_bytes(key[:8], "little"),
+            sequence=self._sequence,
+        )
+
+    def _overload(self, ask: Ask, costs: Costs) -> Refused | None:
+        wait_s = float(costs.queue_s.min())
+        if wait_s > self._config.max_queue_s:
+            return Refused(RefusalReason.OVERLOADED, "every worker is full", max(_RETRY_S, wait_s / 2))
+        fastest_s = float(costs.predicted_ttft_s.min())
+        if 0 < ask.deadline_s < fastest_s:
+            detail = f"the first token is {fastest_s:.1f} s away, the deadline {ask.deadline_s:.1f} s"
+            return Refused(RefusalReason.DEADLINE, detail, max(_RETRY_S, fastest_s - ask.deadline_s))
+        return None
+
+    def _placement(
+        self,
+        candidates: IntArray,
+        view: PolicyView,
+        costs: Costs,
+        scores: FloatArray,
+        chosen: int,
+        runs: list[PullRun],
+        policy: str,
+    ) -> Placement:
+        worker_id = self._table.by_row[int(candidates[chosen])]
+        worker = self._table.workers[worker_id]
+        identity = worker.identity
+        assert identity is not None
+        tokens = int(costs.prefill_tokens[chosen])
+        return Placement(
+            worker_id=worker_id,
+            worker_epoch=identity.epoch,
+            worker_address=worker.record.grpc_address,
+            pull_plan=runs,
+            local_blocks=int(view.local_blocks[chosen]),
+            predicted_ttft_s=float(costs.predicted_ttft_s[chosen]),
+            prefill_tokens=tokens,
+            num_blocks=-(-tokens // identity.block_tokens) + sum(run.num_blocks for run in runs),
+            policy=policy,
+            explanation=Explanation(candidates, scores, costs.terms(), chosen),
+        )
+
+
+def _lowest(scores: FloatArray, view: PolicyView, request: PolicyRequest) -> int:
+    """The lowest score; among equals the one that the prompt's beginning prefers, so that they spread by prefix."""
+    best = scores.min()
+    equals = np.flatnonzero(scores <= best + 1e-9 * (1.0 + abs(best)))
+    if len(equals) == 1:
+        return int(equals[0])
+    return int(equals[rendezvous(view.rows["name_hash"][equals], request.prefix_key).argmax()])
+
+
+def _segments(costs: Costs, view: PolicyView, chosen: int) -> list[tuple[str, int, int]]:
+    """What the chosen worker pulls, as (kind of holder, first block, end block)."""
+    pull = costs.pull
+    local, fast_end, end = int(view.local_blocks[chosen]), int(pull.fast_end[chosen]), int(pull.end[chosen])
+    fast, slow = ("kvstore", "worker") if pull.kvstore_is_fast[chosen] else ("worker", "kvstore")
+    return [
+        (kind, first, last) for kind, first, last in ((fast, local, fast_end), (slow, fast_end, end)) if last > first
+    ]

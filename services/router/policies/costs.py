@@ -1,0 +1,124 @@
+"""What a request would cost on each candidate, in seconds: the terms of the predicted time to first token.
+
+    predicted TTFT = queue + pull + prefill + interference
+
+Blocks are moved where moving is predicted to be faster than computing: first from the faster of the two kinds of
+holder as far as it goes, then from the other. All rates are the workers' own, learned online.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView
+
+# Time to set up one pull: a round trip to the holder and the first block's checks.
+PULL_SETUP_S = 0.004
+
+
+@dataclass(frozen=True, slots=True)
+class PullExtent:
+    """Of each candidate: blocks [local, fast_end) come from the faster kind, [fast_end, end) from the other.
+
+    seconds: what moving them takes.
+    """
+
+    kvstore_is_fast: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    fast_end: IntArray
+    end: IntArray
+    seconds: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """One element for each candidate."""
+
+    queue_s: FloatArray
+    pull_s: FloatArray
+    prefill_s: FloatArray
+    interference_s: FloatArray
+    # Time that this request takes from those already there.
+    harm_s: FloatArray
+    prefill_tokens: IntArray
+    pull: PullExtent
+
+    @property
+    def predicted_ttft_s(self) -> FloatArray:
+        """Seconds from the decision to the first token."""
+        return self.queue_s + self.pull_s + self.prefill_s + self.interference_s
+
+    def terms(self) -> dict[str, FloatArray]:
+        """For the explanation."""
+        return {
+            "queue_s": self.queue_s,
+            "pull_s": self.pull_s,
+            "prefill_s": self.prefill_s,
+            "interference_s": self.interference_s,
+            "harm_s": self.harm_s,
+        }
+
+
+def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
+    """Costs of `request` on every candidate."""
+    rows = view.rows
+    pull = _pull_extent(request, view)
+    tokens = request.prompt_tokens - pull.end * request.block_tokens
+    prefill_s = np.maximum(tokens / rows["prefill_tokens_per_s"], rows["decode_step_s"])
+    queued = rows["queued_tokens"] + rows["pending_tokens"]
+    steps = np.ceil((queued + tokens) / rows["step_token_budget"])
+    return Costs(
+        queue_s=queued / rows["prefill_tokens_per_s"] + _slot_wait_s(request, view),
+        pull_s=pull.seconds,
+        prefill_s=prefill_s,
+        interference_s=np.where(rows["decoding"] > 0, steps * rows["decode_step_s"], 0.0),
+        harm_s=_harm_s(request, view),
+        prefill_tokens=tokens,
+        pull=pull,
+    )
+
+
+def _pull_extent(request: PolicyRequest, view: PolicyView) -> PullExtent:
+    rows, local, usable = view.rows, view.local_blocks, request.usable_blocks
+    compute_s = request.block_tokens / rows["prefill_tokens_per_s"]
+    kvstore_s = rows["block_bytes"] / rows["kvstore_bytes_per_s"]
+    peer_s = rows["block_bytes"] / rows["peer_bytes_per_s"]
+    kvstore_end = np.where(kvstore_s < compute_s, min(view.kvstore_blocks, usable), 0)
+    peer_end = np.where(peer_s < compute_s, np.minimum(view.peer_blocks, usable), 0)
+    kvstore_is_fast = kvstore_s <= peer_s
+    fast_end = np.maximum(local, np.where(kvstore_is_fast, kvstore_end, peer_end))
+    end = np.maximum(fast_end, np.where(kvstore_is_fast, peer_end, kvstore_end))
+    seconds = (
+        (fast_end - local) * np.minimum(kvstore_s, peer_s)
+        + (end - fast_end) * np.maximum(kvstore_s, peer_s)
+        + PULL_SETUP_S * ((fast_end > local).astype(np.float64) + (end > fast_end))
+    )
+    worth = seconds < (end - local) * compute_s
+    return PullExtent(
+        kvstore_is_fast,
+        np.where(worth, fast_end, local),
+        np.where(worth, end, local),
+        np.where(worth, seconds, 0.0),
+    )
+
+
+def _slot_wait_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
+    """Wait for a place in the batch, or for blocks: each running sequence holds its own for an output's time."""
+    rows = view.rows
+    in_line = rows["running"] + rows["waiting"] + rows["pending"] + request.num_choices
+    service_s = request.expected_output_tokens * rows["decode_step_s"]
+    for_slot_s = np.maximum(0.0, in_line - rows["max_running"]) / rows["max_running"] * service_s
+    needed = np.ceil(request.prompt_tokens / request.block_tokens) - view.local_blocks
+    lacking = needed + rows["pending_blocks"] - rows["free_blocks"]
+    for_blocks_s = np.where(lacking > 0, service_s / np.maximum(1.0, rows["running"]), 0.0)
+    result: FloatArray = np.maximum(for_slot_s, for_blocks_s)
+    return result
+
+
+def _harm_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
+    """Each step of this request's output makes everybody's longer by the slope of the step time."""
+    rows = view.rows
+    others = rows["decoding"] + rows["waiting"] + rows["pending"]
+    result: FloatArray = request.expected_output_tokens * request.num_choices * rows["decode_slope_s"] * others
+    return result

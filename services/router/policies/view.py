@@ -1,0 +1,91 @@
+"""What a policy sees: the request in numbers, and the candidates as arrays with one element each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+# One worker. Rates are per second; *_s are seconds; slot is the worker's in the index, -1 where it has none.
+WORKER_ROW = np.dtype(
+    [
+        ("live", np.bool_),
+        ("up", np.bool_),
+        ("ready", np.bool_),
+        ("draining", np.bool_),
+        ("model", np.int32),
+        ("context_length", np.int64),
+        ("block_tokens", np.int64),
+        ("block_bytes", np.float64),
+        ("total_blocks", np.int64),
+        ("step_token_budget", np.float64),
+        ("max_running", np.float64),
+        ("reported_s", np.float64),
+        ("moved_s", np.float64),
+        ("stall_limit_s", np.float64),
+        ("running", np.float64),
+        ("waiting", np.float64),
+        ("queued_tokens", np.float64),
+        ("decoding", np.float64),
+        ("free_blocks", np.float64),
+        ("prefill_tokens_per_s", np.float64),
+        ("decode_step_s", np.float64),
+        ("decode_slope_s", np.float64),
+        ("kvstore_bytes_per_s", np.float64),
+        ("peer_bytes_per_s", np.float64),
+        # Granted by this router and in no report yet.
+        ("pending", np.float64),
+        ("pending_tokens", np.float64),
+        ("pending_blocks", np.float64),
+        ("slot", np.int64),
+        ("name_hash", np.uint64),
+    ]
+)
+WorkerRows = np.ndarray[Any, np.dtype[np.void]]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRequest:
+    """prefix_key: hash of the prompt's first blocks, or of the request where it has no full block."""
+
+    prompt_tokens: int
+    block_tokens: int
+    num_choices: int
+    expected_output_tokens: float
+    prefix_key: int
+    # Decisions made before this one.
+    sequence: int
+
+    @property
+    def usable_blocks(self) -> int:
+        """Leading blocks that need not be computed: the last token always is."""
+        return max(0, self.prompt_tokens - 1) // self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyView:
+    """Candidates only, each able to finish the request. Block counts are leading blocks held.
+
+    local_blocks: by the candidate itself. peer_blocks: by the best other worker. kvstore_blocks: by the best node.
+    """
+
+    rows: WorkerRows
+    local_blocks: IntArray
+    peer_blocks: IntArray
+    kvstore_blocks: int
+
+
+def rendezvous(name_hashes: npt.NDArray[np.uint64], key: int) -> FloatArray:
+    """A draw in [0, 1) for each name under `key`, high where the key prefers that name (highest random weight).
+
+    A name that leaves moves only its own keys (Thaler and Ravishankar, 1998). The mixer is splitmix64's.
+    """
+    mixed = name_hashes ^ np.uint64(key & 0xFFFFFFFFFFFFFFFF)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) / 2.0**53

@@ -1,0 +1,62 @@
+"""What is learned from the workers' reports beyond what they say themselves. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SLOPE_WEIGHT = 0.1
+# Share of an idle step that one more sequence adds, before it has been measured.
+_SLOPE_SHARE = 0.03
+_HALF_LIFE_S = 60.0
+
+
+@dataclass(slots=True)
+class StepSlope:
+    """Seconds that each further sequence adds to a decode step: a running mean over reports with two or more."""
+
+    value_s: float = -1.0
+
+    def update(self, idle_step_s: float, step_s: float, sequences: int) -> float:
+        """The slope after a report of a decode step of `step_s` at `sequences`."""
+        if sequences >= 2 and step_s > 0:
+            measured_s = max(0.0, step_s - idle_step_s) / (sequences - 1)
+            self.value_s = (
+                measured_s if self.value_s < 0 else self.value_s + _SLOPE_WEIGHT * (measured_s - self.value_s)
+            )
+        return self.value_s if self.value_s >= 0 else _SLOPE_SHARE * idle_step_s
+
+
+@dataclass(slots=True)
+class AgedRate:
+    """A reported rate that goes back to the assumed one while it is not measured again.
+
+    One slow transfer would otherwise end all transfers, and with them every chance to measure a better one.
+    """
+
+    assumed: float
+    reported: float = 0.0
+    changed_s: float = 0.0
+
+    def update(self, reported: float, now_s: float) -> float:
+        """The rate to count with, given the latest report; 0 is none."""
+        if reported != self.reported:
+            self.reported = reported
+            self.changed_s = now_s
+        if reported <= 0:
+            return self.assumed
+        if reported >= self.assumed:
+            return reported
+        weight = 0.5 ** ((now_s - self.changed_s) / _HALF_LIFE_S)
+        return float(self.assumed * (reported / self.assumed) ** weight)
+
+
+@dataclass(slots=True)
+class RunningMean:
+    """An exponentially weighted mean."""
+
+    value: float
+    weight: float = 0.05
+
+    def update(self, sample: float) -> None:
+        """Take one sample in."""
+        self.value += self.weight * (sample - self.value)

@@ -1,0 +1,214 @@
+"""The Router service: proto to domain and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+from kvmesh.v1 import common_pb2, router_pb2, router_pb2_grpc
+from opentelemetry import propagate, trace
+
+from services.common.blocks import split_ids
+from services.router.catalog import CatalogEntry
+from services.router.decisions import Decisions, OpenAttempts
+from services.router.domain import Ask, AttemptId, Placement, PullRun, RefusalReason, Refused
+from services.router.errors import BadAskError
+from services.router.models_feed import ModelsFeed
+from services.router.policies import POLICIES
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_tracer = trace.get_tracer("kvmesh.router")
+
+_REASONS = {
+    RefusalReason.BAD_ASK: router_pb2.REFUSAL_REASON_UNSPECIFIED,
+    RefusalReason.NO_WORKER: router_pb2.REFUSAL_REASON_NO_WORKER,
+    RefusalReason.OVERLOADED: router_pb2.REFUSAL_REASON_OVERLOADED,
+    RefusalReason.UNKNOWN_MODEL: router_pb2.REFUSAL_REASON_UNKNOWN_MODEL,
+    RefusalReason.DEADLINE: router_pb2.REFUSAL_REASON_DEADLINE,
+}
+_KINDS = {"worker": common_pb2.LOCATION_KIND_WORKER, "kvstore": common_pb2.LOCATION_KIND_KVSTORE}
+_OUTCOMES = {
+    router_pb2.OUTCOME_UNSPECIFIED: "unspecified",
+    router_pb2.OUTCOME_OK: "ok",
+    router_pb2.OUTCOME_CANCELLED: "cancelled",
+    router_pb2.OUTCOME_WORKER_FAILED: "worker_failed",
+    router_pb2.OUTCOME_STALE: "stale",
+}
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    """Serves gateways."""
+
+    def __init__(self, decisions: Decisions, feed: ModelsFeed) -> None:
+        self._decisions = decisions
+        self._feed = feed
+
+    async def Route(
+        self, request_iterator: AsyncIterator[router_pb2.RouteRequest], context: Context
+    ) -> AsyncIterator[router_pb2.RouteResponse]:
+        """Answers in the order of the asks. What is open when the stream ends stays counted until reports show it."""
+        opened: OpenAttempts = {}
+        async for message in request_iterator:
+            if message.HasField("ask"):
+                yield self._answer(message.ask, opened)
+            elif message.HasField("done"):
+                self._close(message.done, opened)
+
+    async def WatchModels(
+        self, request: router_pb2.WatchModelsRequest, context: Context
+    ) -> AsyncIterator[router_pb2.ModelSnapshot]:
+        """The list of models until the caller goes."""
+        async for models in self._feed.snapshots():
+            yield router_pb2.ModelSnapshot(models=[_served_model(entry) for entry in models])
+
+    async def Describe(self, request: router_pb2.DescribeRequest, context: Context) -> router_pb2.DescribeResponse:
+        """What this router knows."""
+        decisions = self._decisions
+        return router_pb2.DescribeResponse(
+            workers=_worker_views(decisions),
+            kvstores=[
+                router_pb2.KvStoreView(
+                    kvstore_id=record.id,
+                    epoch=record.epoch,
+                    pull_address=record.pull_address,
+                    indexed_blocks=decisions.indexed_blocks(record.location),
+                )
+                for record in decisions.kvstores.values()
+            ],
+            indexed_blocks=len(decisions.replica.blocks),
+            redis_connected=decisions.redis_connected,
+        )
+
+    def _answer(self, message: router_pb2.Ask, opened: OpenAttempts) -> router_pb2.RouteResponse:
+        parent = propagate.extract({"traceparent": message.traceparent}) if message.traceparent else None
+        with _tracer.start_as_current_span("route", context=parent) as span:
+            try:
+                answer = self._decisions.ask(_ask_of(message), opened, time.monotonic())
+            except BadAskError as error:
+                answer = Refused(RefusalReason.BAD_ASK, str(error), 0.0)
+            span.set_attribute("kvmesh.request_id", message.request_id)
+            span.set_attribute("kvmesh.attempt", message.attempt)
+            if isinstance(answer, Refused):
+                span.set_attribute("kvmesh.refusal", answer.reason.value)
+                return router_pb2.RouteResponse(refusal=_refusal(message, answer))
+            span.set_attribute("kvmesh.worker", answer.worker_id)
+            span.set_attribute("kvmesh.policy", answer.policy)
+            span.set_attribute("kvmesh.predicted_ttft_s", answer.predicted_ttft_s)
+            span.set_attribute("kvmesh.local_blocks", answer.local_blocks)
+            span.set_attribute("kvmesh.pull_blocks", sum(run.num_blocks for run in answer.pull_plan))
+            return router_pb2.RouteResponse(grant=_grant(message, answer))
+
+    def _close(self, message: router_pb2.Done, opened: OpenAttempts) -> None:
+        self._decisions.done(
+            AttemptId(message.request_id, message.attempt),
+            opened,
+            time.monotonic(),
+            outcome=_OUTCOMES.get(message.outcome, "unspecified"),
+            ttft_s=message.ttft_s,
+            output_tokens=message.output_tokens,
+        )
+
+
+def _ask_of(message: router_pb2.Ask) -> Ask:
+    """Raises BadAskError."""
+    try:
+        block_ids = split_ids(message.block_ids)
+    except ValueError as error:
+        raise BadAskError(str(error)) from None
+    if not message.prompt_tokens:
+        raise BadAskError("a prompt without tokens")
+    if message.policy and message.policy not in POLICIES:
+        raise BadAskError(f"no policy is called {message.policy!r}")
+    return Ask(
+        id=AttemptId(message.request_id, message.attempt),
+        model=message.model,
+        model_digest=message.model_digest,
+        block_ids=block_ids,
+        prompt_tokens=message.prompt_tokens,
+        max_output_tokens=message.max_output_tokens,
+        num_choices=message.num_choices,
+        deadline_s=message.deadline_s,
+        excluded_workers=frozenset(message.excluded_workers),
+        policy=message.policy,
+    )
+
+
+def _grant(message: router_pb2.Ask, placement: Placement) -> router_pb2.Grant:
+    return router_pb2.Grant(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        worker_id=placement.worker_id,
+        worker_epoch=placement.worker_epoch,
+        worker_address=placement.worker_address,
+        pull_plan=[_pull_step(run) for run in placement.pull_plan],
+        local_blocks=placement.local_blocks,
+        predicted_ttft_s=placement.predicted_ttft_s,
+        policy=placement.policy,
+    )
+
+
+def _pull_step(run: PullRun) -> common_pb2.PullStep:
+    return common_pb2.PullStep(
+        kind=_KINDS[run.kind],
+        location_id=run.location_id,
+        epoch=run.epoch,
+        pull_address=run.pull_address,
+        grpc_address=run.grpc_address,
+        first_block=run.first_block,
+        num_blocks=run.num_blocks,
+    )
+
+
+def _refusal(message: router_pb2.Ask, refused: Refused) -> router_pb2.Refusal:
+    return router_pb2.Refusal(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        reason=_REASONS[refused.reason],
+        detail=refused.detail,
+        retry_after_s=refused.retry_after_s,
+    )
+
+
+def _served_model(entry: CatalogEntry) -> router_pb2.ServedModel:
+    identity = entry.identity
+    return router_pb2.ServedModel(
+        name=identity.model,
+        digest=identity.model_digest,
+        context_length=identity.context_length,
+        dtype=identity.dtype,
+        kv_dtype=identity.kv_dtype,
+        weight_format=identity.weight_format,
+        block_tokens=identity.block_tokens,
+        layout_version=identity.layout_version,
+        ready_replicas=entry.ready_replicas,
+        created_s=entry.created_s,
+        vocab_size=identity.vocab_size,
+        tokenizer_digest=identity.tokenizer_digest,
+    )
+
+
+def _worker_views(decisions: Decisions) -> list[router_pb2.WorkerView]:
+    suspect = decisions.table.suspect(time.monotonic())
+    views = []
+    for worker_id, worker in decisions.table.workers.items():
+        row = decisions.table.rows[worker.row]
+        views.append(
+            router_pb2.WorkerView(
+                worker_id=worker_id,
+                epoch=worker.record.epoch,
+                address=worker.record.grpc_address,
+                model=worker.identity.model if worker.identity else worker.record.model,
+                ready=bool(row["ready"]),
+                suspect=bool(suspect[worker.row]),
+                draining=bool(row["draining"]),
+                running_requests=int(row["running"]),
+                waiting_requests=int(row["waiting"]),
+                queued_prefill_tokens=int(row["queued_tokens"]),
+                free_blocks=int(row["free_blocks"]),
+                indexed_blocks=decisions.indexed_blocks(worker.record.location),
+                pending_attempts=len(worker.pending),
+            )
+        )
+    return views

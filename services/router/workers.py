@@ -1,0 +1,207 @@
+"""The view of the workers: what each last reported, and what this router granted since.
+
+Pure and synchronous; time comes in as an argument. One row of an array for each worker, so that a decision scores all
+of them at once. A grant counts as load until a report shows it, its end is told, or `pending_timeout_s` passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from services.common.registry import LocationRecord
+from services.router.domain import AttemptId, Identity, Load, WorkerId
+from services.router.policies.view import WORKER_ROW, WorkerRows
+from services.router.rates import AgedRate, StepSlope
+
+# A worker whose reports or whose steps (while it has work) stand still for this long is suspect.
+SUSPECT_S = 1.0
+# A step may take this many times its expected duration before it counts as standing still.
+_SLOW_STEPS = 4.0
+_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+_DEFAULT_DECODE_STEP_S = 0.03
+# Bytes/s of a pull before any was measured: a modest network.
+_PULL_BYTES_PER_S = 300e6
+
+
+@dataclass(slots=True)
+class PendingAttempt:
+    """A grant that no report shows yet."""
+
+    tokens: int
+    blocks: int
+    granted_s: float
+
+
+@dataclass(slots=True)
+class Worker:
+    """What the row cannot hold."""
+
+    record: LocationRecord
+    row: int
+    identity: Identity | None = None
+    progress: int = -1
+    pending: dict[str, PendingAttempt] = field(default_factory=dict)
+    slope: StepSlope = field(default_factory=StepSlope)
+    kvstore_rate: AgedRate = field(default_factory=lambda: AgedRate(_PULL_BYTES_PER_S))
+    peer_rate: AgedRate = field(default_factory=lambda: AgedRate(_PULL_BYTES_PER_S))
+
+
+class WorkerTable:
+    """All known workers. Rows of forgotten ones are used again."""
+
+    def __init__(self, *, pending_timeout_s: float) -> None:
+        self._pending_timeout_s = pending_timeout_s
+        self._rows: WorkerRows = np.zeros(16, WORKER_ROW)
+        self._free: list[int] = list(range(16))[::-1]
+        self._models: dict[tuple[str, bytes], int] = {}
+        self.workers: dict[WorkerId, Worker] = {}
+        self.by_row: dict[int, WorkerId] = {}
+        self.pending_timeouts = 0
+
+    @property
+    def rows(self) -> WorkerRows:
+        """Every row, those in use have `live` set. Only this class writes, but for `slot`."""
+        return self._rows
+
+    def model_number(self, name: str, digest: bytes) -> int:
+        """Number of a model in the rows; -1 when no worker ever had it."""
+        return self._models.get((name, digest), -1)
+
+    def add(self, record: LocationRecord) -> Worker:
+        """Know a worker from its registry record; its state starts anew when the epoch is another."""
+        worker_id = WorkerId(record.id)
+        known = self.workers.get(worker_id)
+        if known is not None and known.record.epoch == record.epoch:
+            known.record = record
+            return known
+        self.forget(worker_id)
+        worker = Worker(record, self._new_row())
+        self.workers[worker_id] = worker
+        self.by_row[worker.row] = worker_id
+        row = self._rows[worker.row]
+        row["live"] = True
+        row["slot"] = -1
+        row["model"] = -1
+        row["name_hash"] = int.from_bytes(blake2b(record.id.encode(), digest_size=8).digest(), "little")
+        return worker
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Drop a worker and what is pending on it."""
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            del self.by_row[worker.row]
+            self._rows[worker.row] = np.zeros((), WORKER_ROW)
+            self._free.append(worker.row)
+
+    def identify(self, worker_id: WorkerId, identity: Identity, now_s: float) -> None:
+        """A Watch stream has begun."""
+        worker = self.workers[worker_id]
+        worker.identity = identity
+        worker.progress = -1
+        row = self._rows[worker.row]
+        key = (identity.model, identity.model_digest)
+        row["model"] = self._models.setdefault(key, len(self._models))
+        row["context_length"] = identity.context_length
+        row["block_tokens"] = max(1, identity.block_tokens)
+        row["block_bytes"] = max(1, identity.block_bytes)
+        row["total_blocks"] = identity.total_blocks
+        row["step_token_budget"] = max(1, identity.step_token_budget)
+        row["max_running"] = max(1, identity.max_running_requests)
+        row["prefill_tokens_per_s"] = identity.prefill_tokens_per_s or _DEFAULT_PREFILL_TOKENS_PER_S
+        row["decode_step_s"] = identity.decode_step_s or _DEFAULT_DECODE_STEP_S
+        row["moved_s"] = row["reported_s"] = now_s
+
+    def report(self, worker_id: WorkerId, load: Load, now_s: float) -> None:
+        """A Watch stream has brought a load; the worker must have been identified."""
+        worker = self.workers[worker_id]
+        row = self._rows[worker.row]
+        has_work = load.running_requests + load.waiting_requests > 0
+        if load.progress != worker.progress or not has_work:
+            row["moved_s"] = now_s
+        worker.progress = load.progress
+        row["up"] = True
+        row["ready"] = load.ready
+        row["draining"] = load.draining
+        row["reported_s"] = now_s
+        row["running"] = load.running_requests
+        row["waiting"] = load.waiting_requests
+        row["queued_tokens"] = load.queued_prefill_tokens
+        row["decoding"] = load.decoding_sequences
+        row["free_blocks"] = load.free_blocks
+        self._learn(worker, load, now_s)
+        for key in (*load.admitted, *load.ended):
+            worker.pending.pop(key, None)
+        self._count_pending(worker, now_s)
+
+    def broken(self, worker_id: WorkerId) -> None:
+        """The Watch stream of a worker has broken: it is suspect until another brings a report."""
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            self._rows[worker.row]["up"] = False
+
+    def grant(self, worker_id: WorkerId, attempt: AttemptId, pending: PendingAttempt) -> None:
+        """Count a grant as load."""
+        worker = self.workers[worker_id]
+        worker.pending[str(attempt)] = pending
+        self._count_pending(worker, pending.granted_s)
+
+    def end(self, worker_id: WorkerId, attempt: AttemptId, now_s: float) -> None:
+        """An attempt has ended, whether or not a report has shown it."""
+        worker = self.workers.get(worker_id)
+        if worker is not None and worker.pending.pop(str(attempt), None) is not None:
+            self._count_pending(worker, now_s)
+
+    def suspect(self, now_s: float) -> npt.NDArray[np.bool_]:
+        """Of each row, whether its worker gets no new work for want of life signs."""
+        rows = self._rows
+        has_work = rows["running"] + rows["waiting"] > 0
+        stalled = has_work & (now_s - rows["moved_s"] > rows["stall_limit_s"])
+        result: npt.NDArray[np.bool_] = ~rows["up"] | (now_s - rows["reported_s"] > SUSPECT_S) | stalled
+        return result
+
+    def serving(self, now_s: float) -> npt.NDArray[np.bool_]:
+        """Of each row, whether its worker takes new requests."""
+        rows = self._rows
+        result: npt.NDArray[np.bool_] = rows["live"] & rows["ready"] & ~rows["draining"] & ~self.suspect(now_s)
+        return result
+
+    def expire_pending(self, now_s: float) -> None:
+        """Stop counting grants that no report has shown for too long."""
+        for worker in self.workers.values():
+            if worker.pending:
+                self._count_pending(worker, now_s)
+
+    def _learn(self, worker: Worker, load: Load, now_s: float) -> None:
+        row, identity = self._rows[worker.row], worker.identity
+        if load.prefill_tokens_per_s > 0:
+            row["prefill_tokens_per_s"] = load.prefill_tokens_per_s
+        if load.decode_step_s > 0:
+            row["decode_step_s"] = load.decode_step_s
+        idle_step_s = (identity.decode_step_s if identity else 0.0) or _DEFAULT_DECODE_STEP_S
+        row["decode_slope_s"] = worker.slope.update(idle_step_s, load.decode_step_s, load.decoding_sequences)
+        row["stall_limit_s"] = max(SUSPECT_S, _SLOW_STEPS * row["step_token_budget"] / row["prefill_tokens_per_s"])
+        row["kvstore_bytes_per_s"] = worker.kvstore_rate.update(load.kvstore_pull_bytes_per_s, now_s)
+        row["peer_bytes_per_s"] = worker.peer_rate.update(load.peer_pull_bytes_per_s, now_s)
+
+    def _count_pending(self, worker: Worker, now_s: float) -> None:
+        overdue = [
+            key for key, attempt in worker.pending.items() if now_s - attempt.granted_s > self._pending_timeout_s
+        ]
+        for key in overdue:
+            del worker.pending[key]
+        self.pending_timeouts += len(overdue)
+        row = self._rows[worker.row]
+        row["pending"] = len(worker.pending)
+        row["pending_tokens"] = sum(attempt.tokens for attempt in worker.pending.values())
+        row["pending_blocks"] = sum(attempt.blocks for attempt in worker.pending.values())
+
+    def _new_row(self) -> int:
+        if not self._free:
+            size = len(self._rows)
+            self._rows = np.concatenate([self._rows, np.zeros(size, WORKER_ROW)])
+            self._free = list(range(size, 2 * size))[::-1]
+        return self._free.pop()
