@@ -1,7 +1,8 @@
 """Linear layers whose rows never influence each other: the plain-torch form, and the packing of the compiled one.
 
-Exact mode needs the same bits for a row whatever rows stand beside it. BF16 products of torch on CPU have that property.
-FP32 products take another path for 1, 2, 3, 5 and 7 rows, hence the padding.
+Exact mode needs the same bits for a row whatever rows stand beside it. The compiled form has that by construction.
+Torch takes other paths for a few rows (FP32: 1, 2, 3, 5 and 7 rows; BF16: a single row when k is large), hence the
+padding.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# Of torch 2.13: the row counts that are multiples of this all take the same path through FP32 products.
-FP32_ROW_MULTIPLE = 4
+# Of torch 2.13 on CPU: row counts that are multiples of this all give a row the same bits, in FP32 and BF16.
+ROW_MULTIPLE = 4
 # Output columns of one panel of the packed form; gate and up alternate in halves of it.
 PANEL_COLUMNS = 32
 HALF_PANEL = PANEL_COLUMNS // 2
@@ -19,9 +20,8 @@ HALF_PANEL = PANEL_COLUMNS // 2
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, k] times weight [n, k] transposed, in their common dtype; float32 [T, n], bias float32 [n] added last."""
     rows = len(x)
-    if x.dtype == torch.float32:
-        x = F.pad(x, (0, 0, 0, -rows % FP32_ROW_MULTIPLE))
-    product = F.linear(x, weight)[:rows].float()
+    padded = F.pad(x, (0, 0, 0, -rows % ROW_MULTIPLE))
+    product = F.linear(padded, weight)[:rows].float()
     return product if bias is None else product + bias
 
 

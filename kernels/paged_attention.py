@@ -45,7 +45,7 @@ def paged_attention(
 def _gather_tile(
     pool: torch.Tensor, layer: int, tables: torch.Tensor, last: torch.Tensor, start: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values [T * kv_heads, 64, head_dim] as float32, zero where unseen; what is seen, [T * kv_heads, 1, 64]."""
+    """Keys and values, float32 [T * kv_heads, 64, head_dim], zero where unseen; what is seen, [T * kv_heads, 1, 64]."""
     kv_heads, head_dim = pool.shape[1], pool.shape[-1]
     wanted = torch.arange(start // BLOCK_TOKENS, (start + TILE_TOKENS) // BLOCK_TOKENS)
     slots = tables[:, wanted.clamp(max=tables.shape[1] - 1)]

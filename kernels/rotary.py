@@ -9,8 +9,8 @@ from kernels.batch import BLOCK_TOKENS, PagedBatch
 
 def rotary_table(inverse_frequencies: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine, float32 [num_positions, head_dim / 2], of each position times each inverse frequency."""
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies)
-    return angles.cos(), angles.sin()
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), inverse_frequencies.double())
+    return angles.cos().float(), angles.sin().float()
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,8 @@ def rotary_write(
     """
     kv_heads, head_dim = pool.shape[1], pool.shape[-1]
     positions = torch.from_numpy(batch.positions).long()
-    query, key, value = qkv.view(len(qkv), -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
+    rows = qkv.view(len(qkv), -1, head_dim)
+    query, key, value = torch.split(rows, [heads, kv_heads, kv_heads], dim=1)
     cos, sin = cos[positions], sin[positions]
     slots = batch.token_tables.gather(1, (positions // BLOCK_TOKENS)[:, None])[:, 0]
     pool[slots, :, layer, 0, positions % BLOCK_TOKENS] = rotate(key, cos, sin).to(pool.dtype)

@@ -1,8 +1,8 @@
 """What is needed to execute a Llama-family decoder, and the rules on what cannot be executed.
 
-`ModelConfig` comes from a Hugging Face config.json (hf_config.py) or from GGUF metadata (gguf_config.py). Everything the
-forward pass does not implement is refused here or there with UnsupportedModel: a model runs as its authors meant or not
-at all.
+`ModelConfig` comes from a Hugging Face config.json (hf_config.py) or from GGUF metadata (gguf_config.py). Everything
+the forward pass does not implement is refused here or there with UnsupportedModel: a model runs as its authors meant or
+not at all.
 """
 
 from __future__ import annotations

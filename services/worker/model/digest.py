@@ -1,7 +1,8 @@
-"""The identity of a model as executed: equal digests mean interchangeable KV blocks (up to the instruction set's rounding).
+"""The identity of a model as executed: equal digests mean interchangeable KV blocks.
 
-Covers the bytes of the weight files, the compute dtype, the configuration, the rotary frequencies and the served context
-length. Parts are tagged and length-prefixed, so no two different lists of parts hash the same text.
+Covers the bytes of the weight files, the compute dtype, the configuration, the rotary frequencies and the served
+context length. Not covered is the instruction set: blocks made on another one differ in rounding only. Parts are tagged
+and length-prefixed, so no two different lists of parts hash the same text.
 """
 
 from __future__ import annotations
@@ -52,5 +53,3 @@ def _digest_parts(parts: Iterable[tuple[str, bytes]]) -> bytes:
         for piece in (tag.encode(), part):
             digest.update(len(piece).to_bytes(8, "little") + piece)
     return digest.digest()
-
-

@@ -11,9 +11,22 @@ from services.worker.model.gguf_file import GgufFile
 ROPE_FACTORS = "rope_freqs.weight"
 _PREFIX = "llama."
 _READ = frozenset(
-    "block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv "
-    "attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count "
-    "rope.scaling.type rope.scaling.factor vocab_size".split()
+    (
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.freq_base",
+        "rope.dimension_count",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "vocab_size",
+    )
 )
 # Written beside a linear scaling or by older converters; no influence on the result.
 _IGNORED = frozenset(("rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout"))
@@ -32,7 +45,9 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
     head_dim = _integer(fields, "attention.key_length", hidden // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
         if _integer(fields, name, head_dim) != head_dim:
-            raise UnsupportedModel(f"GGUF field {_PREFIX}{name} = {fields[name]}: only head_dim {head_dim} is supported")
+            raise UnsupportedModel(
+                f"GGUF field {_PREFIX}{name} = {fields[name]}: only head_dim {head_dim} is supported"
+            )
     return ModelConfig(
         num_layers=_integer(fields, "block_count"),
         hidden_size=hidden,

@@ -1,7 +1,8 @@
 """A GGUF file: its metadata, and its tensors as they lie in the mapped file.
 
-The header is parsed here because the reader of the `gguf` package makes an object of every token of the vocabulary, which
-takes two seconds; its tables of types and block sizes are used as they are. Format: the GGUF specification, version 3.
+The header is parsed here because the reader of the `gguf` package makes an object of every token of the vocabulary,
+which takes two seconds; its tables of types and block sizes are used as they are. Format: the GGUF specification,
+version 3.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class GgufTensor:
     data: npt.NDArray[np.uint8]
 
     def dequantise(self) -> npt.NDArray[np.float32]:
-        """A copy of the values in float32, of `shape`. Raises InvalidWeights for a quantisation that `gguf` cannot undo."""
+        """The values in writable float32 memory, of `shape`. Raises InvalidWeights for an unknown quantisation."""
         try:
             values = gguf.quants.dequantize(self.data, self.kind)
         except NotImplementedError as error:

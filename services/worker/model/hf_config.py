@@ -1,7 +1,7 @@
 """ModelConfig from a Hugging Face config.json.
 
-Fields are known to matter, known not to, or unknown. An unknown field that is set to something refuses the model: it may
-change what the model computes.
+Fields are known to matter, known not to, or unknown. An unknown field that is set to something refuses the model: it
+may change what the model computes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,26 @@ from services.worker.model.errors import InvalidWeights, UnsupportedModel
 Fields = Mapping[str, Any]
 
 _READ = frozenset(
-    "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size vocab_size "
-    "rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings tie_word_embeddings attention_bias "
-    "bos_token_id eos_token_id model_type architectures".split()
+    (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "attention_bias",
+        "bos_token_id",
+        "eos_token_id",
+        "model_type",
+        "architectures",
+    )
 )
 # Only this value is implemented; an absent field means the same.
 _REQUIRED: dict[str, tuple[object, ...]] = {
@@ -33,10 +50,30 @@ _REQUIRED: dict[str, tuple[object, ...]] = {
 }
 # Training, generation defaults, bookkeeping of tools: nothing that the forward pass depends on.
 _IGNORED = frozenset(
-    "_name_or_path transformers_version torch_dtype dtype use_cache initializer_range attention_dropout pad_token_id "
-    "is_llama_config transformers.js_config unsloth_version unsloth_fixed return_dict return_dict_in_generate id2label "
-    "label2id problem_type output_attentions output_hidden_states chunk_size_feed_forward is_decoder "
-    "auto_map".split()
+    (
+        "_name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "initializer_range",
+        "attention_dropout",
+        "pad_token_id",
+        "is_llama_config",
+        "transformers.js_config",
+        "unsloth_version",
+        "unsloth_fixed",
+        "return_dict",
+        "return_dict_in_generate",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "output_attentions",
+        "output_hidden_states",
+        "chunk_size_feed_forward",
+        "is_decoder",
+        "auto_map",
+    )
 )
 
 

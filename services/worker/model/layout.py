@@ -1,7 +1,7 @@
 """The KV pool's layout, fixed for every process of a worker. Torch-free: the mover and the scheduler import it.
 
-A pool is an array of blocks of 16 tokens; a block is one contiguous run `[kv_head][layer][k|v][token][head_dim]`, so that
-the share of a range of KV heads is contiguous in it. Keys are stored after rotary embedding.
+A pool is an array of blocks of 16 tokens; a block is one contiguous run `[kv_head][layer][k|v][token][head_dim]`, so
+that the share of a range of KV heads is contiguous in it. Keys are stored after rotary embedding.
 """
 
 from __future__ import annotations

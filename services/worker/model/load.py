@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import torch
 
 from kernels.cpu.build import BuildError
 from services.worker.model.config import ModelConfig

@@ -74,7 +74,7 @@ class NativeLlama:
         self._keep(packed)
         if bias is not None:
             self._keep(bias)
-        return library.linear_struct(packed, *weight.shape, bias)
+        return library.linear_struct(packed, weight.shape[0], weight.shape[1], bias)
 
     def _layer(self, layer: LayerWeights) -> LayerStruct:
         return LayerStruct(

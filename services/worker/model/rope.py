@@ -1,4 +1,7 @@
-"""Inverse frequencies of the rotary embedding, with the scalings that long-context models use."""
+"""Inverse frequencies of the rotary embedding, with the scalings that long-context models use.
+
+Computed in float64 and rounded once: they enter the model digest, which must not depend on a machine's vector library.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,17 @@ from services.worker.model.config import ModelConfig, RopeScaling
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     """float32 [head_dim / 2]: radians a position turns each pair of elements."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    plain = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    return _scaled(config.rope_theta**-exponents, config.rope_scaling).float()
+
+
+def _scaled(plain: torch.Tensor, scaling: RopeScaling | None) -> torch.Tensor:
     if scaling is None:
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
     if scaling.kind == "factors":
-        return plain / torch.tensor(scaling.frequency_divisors)
+        return plain / torch.tensor(scaling.frequency_divisors, dtype=torch.float64)
     return _llama3(plain, scaling)
 
 

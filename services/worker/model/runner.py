@@ -1,7 +1,7 @@
 """The CPU model runner: checks a step, computes it on a thread of its own, hands back the logits.
 
-The thread lets the caller schedule the next step meanwhile; the compiled pass leaves the interpreter for the whole step.
-In every mode results are exact: a token's logits do not depend on what else is in the batch or how a prompt was cut.
+The thread lets the caller schedule the next step meanwhile; the compiled pass leaves the interpreter for the whole
+step. Results are exact: a token's logits do not depend on what else is in the batch or how a prompt was cut.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from services.worker.model.step_check import StepLimits, checked_batch
 class RunnerSpec:
     """What the rest of a worker must know of the loaded model.
 
-    digest: 16 bytes, identifies interchangeable KV. max_context: served context length in tokens. weight_format: gguf or
-    safetensors. backend: which arithmetic runs; replicas with the same backend agree to the last bit.
+    digest: 16 bytes, identifies interchangeable KV. max_context: served context length in tokens. weight_format: gguf
+    or safetensors. backend: which arithmetic runs; replicas with the same backend agree to the last bit.
     """
 
     config: ModelConfig

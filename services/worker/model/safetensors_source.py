@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,13 +21,13 @@ class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
         """Raises InvalidWeights when there is no weight file, one cannot be read, or a name occurs twice."""
         self.files = weight_files(folder)
-        self._handles: dict[str, safe_open] = {}
+        self._handles: dict[str, Any] = {}
         for path in self.files:
             try:
-                handle = safe_open(path, framework="pt")
+                handle: Any = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise InvalidWeights(f"{path.name} is not a readable safetensors file: {error}") from error
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
+            for name in handle.keys():  # noqa: SIM118
                 if name in self._handles:
                     raise InvalidWeights(f"tensor {name} occurs in two files")
                 self._handles[name] = handle

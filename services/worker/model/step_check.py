@@ -66,7 +66,9 @@ def _check_blocks(batch: PagedBatch, limits: StepLimits) -> None:
     width = batch.block_tables.shape[1]
     used = np.arange(width) < (batch.context_lens[:, None] + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     _require(batch.context_lens.max() <= width * BLOCK_TOKENS, "block_tables too narrow for context_lens")
-    _require(_within(batch.block_tables[used], limits.num_blocks), f"block_tables outside the {limits.num_blocks} slots")
+    _require(
+        _within(batch.block_tables[used], limits.num_blocks), f"block_tables outside the {limits.num_blocks} slots"
+    )
     seqs = np.repeat(np.arange(len(batch.context_lens)), np.diff(batch.query_starts))
     places = batch.block_tables[seqs, batch.positions // BLOCK_TOKENS].astype(np.int64) * BLOCK_TOKENS
     places += batch.positions % BLOCK_TOKENS

@@ -1,7 +1,7 @@
 """The Llama decoder in plain torch, composed of the kernels' references: the specification and the fallback.
 
-The residual stream is float32; what feeds a matrix product is rounded to the compute dtype. Every step is row by row, so
-results do not depend on the batch (kernels/linear.py says how the products keep to that).
+The residual stream is float32; what feeds a matrix product is rounded to the compute dtype. Every step is row by row,
+so results do not depend on the batch (kernels/linear.py says how the products keep to that).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tensors of a Llama decoder, under one set of names, whatever file they came from.
 
-A `TensorSource` answers for Hugging Face's names; `load_weights` asks it for everything the configuration implies, checks
-each shape and converts to the compute dtype. Norm weights and biases are float32.
+A `TensorSource` answers for Hugging Face's names; `load_weights` asks it for everything the configuration implies,
+checks each shape and converts to the compute dtype. Norm weights and biases are float32.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LlamaWeights:
 
 
 def load_weights(source: TensorSource, config: ModelConfig, dtype: torch.dtype) -> LlamaWeights:
-    """Read and check all weights. Raises InvalidWeights naming the first tensor that is missing, misshapen or left over."""
+    """Read and check all weights. Raises InvalidWeights naming a tensor that is missing, misshapen or left over."""
     reader = _Reader(source, config, dtype)
     embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = tuple(reader.layer(index) for index in range(config.num_layers))
