@@ -97,7 +97,7 @@ def _manager(name: str, routes: route_pb2.RouteConfiguration) -> http_connection
         use_remote_address=boolean(True),
         normalize_path=boolean(True),
         http2_protocol_options=protocol_pb2.Http2ProtocolOptions(max_concurrent_streams=uint32(1_024)),
-        http_filters=[_filter("envoy.filters.http.router", router_pb2.Router())],
+        http_filters=[_filter("envoy.filters.http.router", router_pb2.Router(suppress_envoy_headers=True))],
     )
 
 

@@ -1,10 +1,12 @@
--- Gives every HTTP error reply the body of an OpenAI error. Native gRPC replies pass untouched.
+-- Makes every HTTP reply plain HTTP, and gives error replies the body of an OpenAI error. Native gRPC replies pass untouched.
 --
 -- The gateway sends the error's JSON as trailing metadata; the transcoder, which has run before this filter on the
 -- way out, has made a header of it. Where it is absent (the gRPC runtime itself refused, or Envoy made the reply) the
 -- body is kept if it has the shape already, and is made from the status otherwise.
 
 local RETRY_AFTER_S = "1"
+-- What gRPC and the transcoder leave on a reply; an HTTP client has no use for it.
+local GRPC_HEADERS = {"grpc-status", "grpc-message", "grpc-accept-encoding"}
 
 local MESSAGES = {
   ["400"] = {"The request is malformed.", "invalid_request_error", "null"},
@@ -34,7 +36,13 @@ function envoy_on_response(handle)
   local headers = handle:headers()
   local status = headers:get(":status")
   local content_type = headers:get("content-type") or ""
-  if status < "400" or content_type:find("application/grpc", 1, true) == 1 then
+  if content_type:find("application/grpc", 1, true) == 1 then
+    return
+  end
+  for _, name in ipairs(GRPC_HEADERS) do
+    headers:remove(name)
+  end
+  if status < "400" then
     return
   end
   if (status == "429" or status == "503") and not headers:get("retry-after") then
@@ -42,8 +50,6 @@ function envoy_on_response(handle)
   end
   local error_json = headers:get("x-openai-error")
   headers:remove("x-openai-error")
-  headers:remove("grpc-status")
-  headers:remove("grpc-message")
   local body = handle:body(true)
   if not error_json then
     local length = body:length()

@@ -28,6 +28,7 @@ async def test_a_json_answer_passes_with_its_headers(edge: Edge) -> None:
         assert response.headers["x-request-id"] == "mine-1"
         assert response.headers["x-kvmesh-worker"] == "worker-0"
         assert json.loads(await response.body()) == {"length": 2}
+        assert not [name for name in response.headers if name.startswith(("grpc-", "x-envoy-"))]
 
 
 async def test_a_request_id_is_made_where_none_is_given(edge: Edge, gateway: Gateway) -> None:
