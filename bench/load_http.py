@@ -1,0 +1,108 @@
+"""Streamed completions over HTTP/1.1 with kept connections and as little work for each event as possible.
+
+Two cores are shared with the mesh, so nothing is parsed while tokens arrive: the times of the first and the latest
+event are noted and only the last event (usage) is decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from bench.load import Timing
+
+_EVENT = b"data: {"
+_DONE = b"data: [DONE]"
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
+_READ_BYTES = 65_536
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class RequestFailedError(Exception):
+    """The server refused or broke off; the message shows its answer."""
+
+
+class HttpLoad:
+    """Sends requests to one base URL; connections are pooled."""
+
+    def __init__(self, url: str, model: str, api_key: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"--url={url}: not an http:// URL")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._model = model
+        authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._head = (
+            f"POST {parts.path.rstrip('/')}/v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\n{authorization}"
+            "content-type: application/json\r\ncontent-length: "
+        ).encode()
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def send(self, prompt: Sequence[int], output_tokens: int) -> Timing:
+        """One request of exactly `output_tokens` output tokens. Raises RequestFailedError."""
+        body = json.dumps(
+            {
+                "model": self._model,
+                "prompt": prompt,
+                "max_tokens": output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        ).encode()
+        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+        start = time.perf_counter()
+        writer.write(self._head + str(len(body)).encode() + b"\r\n\r\n" + body)
+        timing = await _read_stream(reader, start)
+        self._idle.append((reader, writer))
+        return timing
+
+    async def close(self) -> None:
+        """Close idle connections."""
+        for _, writer in self._idle:
+            writer.close()
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            await asyncio.gather(*(writer.wait_closed() for _, writer in self._idle), return_exceptions=True)
+
+
+async def _read_stream(reader: asyncio.StreamReader, start: float) -> Timing:
+    received = bytearray()
+    first_s = last_s = 0.0
+    while not received.endswith(_LAST_CHUNK):
+        data = await reader.read(_READ_BYTES)
+        now = time.perf_counter() - start
+        received += data
+        if not data or (not first_s and not received.startswith(b"HTTP/1.1 200")):
+            raise RequestFailedError(received.decode(errors="replace")[-500:] or "the server closed the connection")
+        if _EVENT in data:
+            first_s = first_s or now
+            last_s = now
+    usage = _usage(bytes(received))
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return Timing(first_s, last_s, usage["completion_tokens"], cached)
+
+
+def _usage(received: bytes) -> dict[str, Any]:
+    """Usage of the last event; what came without one has failed."""
+    if _DONE not in received:
+        raise RequestFailedError(received.decode(errors="replace")[-500:])
+    start = received.rindex(_EVENT) + len(_EVENT) - 1
+    event: dict[str, Any] = json.JSONDecoder().raw_decode(received[start:].decode())[0]
+    usage: dict[str, Any] = event["usage"]
+    return usage
+
+
+@asynccontextmanager
+async def http_load(url: str, model: str, api_key: str = "") -> AsyncIterator[HttpLoad]:
+    """A load that closes its connections."""
+    load = HttpLoad(url, model, api_key)
+    try:
+        yield load
+    finally:
+        await load.close()
