@@ -11,9 +11,8 @@ import structlog
 from kvmesh.v1.inference_pb2 import ModelInfo
 from kvmesh.v1.router_pb2 import ModelSnapshot, ServedModel
 
-from services.gateway.errors import ModelUnavailable
+from services.gateway.errors import ModelNotFound, ModelUnavailable
 from services.gateway.planning import ModelView
-from services.gateway.text.pool import missing_model
 from services.gateway.text.text_model import TextModel
 
 _log = structlog.get_logger("gateway.catalog")
@@ -49,7 +48,7 @@ class ModelCatalog:
                 f"the workers of the model {name!r} have another tokenizer than this gateway", "model"
             )
         if name not in self._served:
-            raise missing_model(name, is_configured=name in self.texts, is_served=name in self._reported)
+            raise _missing(name, is_configured=name in self.texts, is_served=name in self._reported)
 
     def info(self, name: str) -> ModelInfo:
         """Public description. Raises ModelNotFound or ModelUnavailable."""
@@ -99,3 +98,12 @@ def _view(model: ServedModel) -> ModelView:
         layout_version=model.layout_version,
         vocab_size=model.vocab_size,
     )
+
+
+def _missing(name: str, *, is_configured: bool, is_served: bool) -> ModelNotFound | ModelUnavailable:
+    """The error for a model that lacks a tokenizer here, a worker, or both."""
+    if is_configured:
+        return ModelUnavailable(f"no worker serves the model {name!r} at the moment", "model")
+    if is_served:
+        return ModelUnavailable(f"this gateway has no tokenizer for the model {name!r}", "model")
+    return ModelNotFound(f"The model {name[:100]!r} does not exist", "model")

@@ -19,7 +19,7 @@ from services.common.blocks import owner_digest
 from services.common.rpc import REQUEST_ID_METADATA
 from services.gateway.admission import Admission
 from services.gateway.catalog import ModelCatalog
-from services.gateway.errors import InvalidRequest
+from services.gateway.errors import InvalidRequest, ModelUnavailable
 from services.gateway.generation import Generation
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
@@ -27,7 +27,7 @@ from services.gateway.placed_stream import PlacedStream, Placement, PlacementJob
 from services.gateway.planning import Tenant
 from services.gateway.request import GenerationRequest, Plan, Sampling
 from services.gateway.session import Session
-from services.gateway.text.pool import Job, Prepared, TextPool
+from services.gateway.text.pool import Job, ModelMissing, Prepared, TextPool
 
 _MAX_REQUEST_ID = 128
 _MAX_DEADLINE_S = 86_400.0
@@ -128,7 +128,7 @@ class Core:
         job = Job(views=self.catalog.views, tenant=session.tenant, endpoint=endpoint, body=body, request=request)
         started_s = time.monotonic()
         with _tracer.start_as_current_span("tokenize") as span:
-            prepared = await self.pool.prepare(job)
+            prepared = await self._run(job)
             span.set_attribute("gen_ai.usage.input_tokens", prepared.plan.prompt_tokens)
         session.prepare_s = time.monotonic() - started_s
         self.metrics.record_prepare(session.prepare_s)
@@ -138,6 +138,13 @@ class Core:
         session.span.update_name(f"{session.api} {plan.model}")
         session.span.set_attribute("gen_ai.request.model", plan.model)
         return Prepared(plan, prepared.reply)
+
+    async def _run(self, job: Job) -> Prepared:
+        try:
+            return await self.pool.prepare(job)
+        except ModelMissing as missing:
+            self.catalog.check(str(missing))
+            raise ModelUnavailable("the model has only now appeared", "model") from None
 
     def _life_s(self, time_remaining_s: float | None) -> float:
         if time_remaining_s is None or not math.isfinite(time_remaining_s) or time_remaining_s > _MAX_DEADLINE_S:

@@ -15,7 +15,6 @@ import pytest_asyncio
 from google.api.httpbody_pb2 import HttpBody
 from kvmesh.v1.inference_pb2_grpc import InferenceStub
 from kvmesh.v1.openai_pb2_grpc import OpenAIStub
-from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
 from services.common.models import resolve_model
 from services.common.rpc import open_channel
@@ -45,11 +44,7 @@ class Mesh:
     native: InferenceStub
     text: TextModel
     channel: grpc.aio.Channel
-    plan: list[Script]
-
-    def script(self, request: WorkerGenerateRequest) -> Script:
-        """The next script, the last one again and again."""
-        return self.plan.pop(0) if len(self.plan) > 1 else self.plan[0]
+    plan: list[Script]  # one for each request in turn, the last again and again
 
     def say(self, text: str, **changes: Any) -> None:
         """Have workers answer with `text`."""
@@ -113,9 +108,8 @@ async def running_mesh(text: TextModel, *, workers: int = 1, **settings: Any) ->
     """A mesh of one scripted router, scripted workers and a gateway."""
     async with AsyncExitStack() as stack:
         plan = [Script(text.encode_text(ANSWER))]
-        mesh = Mesh.__new__(Mesh)
         router = FakeRouter()
-        fakes = [FakeWorker(f"w{i}", lambda request: mesh.script(request)) for i in range(workers)]
+        fakes = [FakeWorker(f"w{i}", lambda _: plan.pop(0) if len(plan) > 1 else plan[0]) for i in range(workers)]
         for worker in fakes:
             router.workers[worker.worker_id] = await worker.start()
             stack.push_async_callback(worker.server.stop, 0)
@@ -125,7 +119,7 @@ async def running_mesh(text: TextModel, *, workers: int = 1, **settings: Any) ->
         gateway = await stack.enter_async_context(GatewayServer(GatewaySettings(**options), SECRET).running())
         channel = open_channel(gateway.address)
         stack.push_async_callback(channel.close, None)
-        mesh.__init__(gateway, router, fakes, OpenAIStub(channel), InferenceStub(channel), text, channel, plan)  # type: ignore[misc]
+        mesh = Mesh(gateway, router, fakes, OpenAIStub(channel), InferenceStub(channel), text, channel, plan)
         await eventually(lambda: gateway.core.catalog.is_ready)
         yield mesh
 

@@ -22,7 +22,7 @@ import structlog
 from services.common.models import ModelSource
 from services.common.process import die_with_parent
 from services.gateway.api.openai_parse import ReplyFormat, parse_openai
-from services.gateway.errors import InternalError, InvalidRequest, ModelNotFound, ModelUnavailable, Overloaded
+from services.gateway.errors import InternalError, InvalidRequest, Overloaded
 from services.gateway.planning import ModelView, Tenant, make_plan
 from services.gateway.request import GenerationRequest, Plan
 from services.gateway.text.text_model import TextModel, load_text_model
@@ -49,6 +49,10 @@ class Prepared(msgspec.Struct, frozen=True):
     reply: ReplyFormat | None
 
 
+class ModelMissing(Exception):
+    """The model named by the argument has no tokenizer here or no workers; the catalog knows which."""
+
+
 class Preparer:
     """Turns jobs into plans with the text models at hand. One in each process."""
 
@@ -57,7 +61,7 @@ class Preparer:
         self._block_key = block_key
 
     def prepare(self, job: Job) -> Prepared:
-        """Raises GatewayError."""
+        """Raises GatewayError or ModelMissing."""
         reply: ReplyFormat | None = None
         request = job.request
         if job.body is not None:
@@ -65,18 +69,9 @@ class Preparer:
         assert request is not None
         text, view = self.texts.get(request.model), job.views.get(request.model)
         if view is None or text is None:
-            raise missing_model(request.model, is_configured=text is not None, is_served=view is not None)
+            raise ModelMissing(request.model)
         plan = make_plan(request, text=text, view=view, tenant=job.tenant, block_key=self._block_key)
         return Prepared(plan, reply)
-
-
-def missing_model(name: str, *, is_configured: bool, is_served: bool) -> ModelNotFound | ModelUnavailable:
-    """The error for a model that lacks a tokenizer here, a worker, or both."""
-    if is_configured:
-        return ModelUnavailable(f"no worker serves the model {name!r} at the moment", "model")
-    if is_served:
-        return ModelUnavailable(f"this gateway has no tokenizer for the model {name!r}", "model")
-    return ModelNotFound(f"The model {name[:100]!r} does not exist", "model")
 
 
 class TextPool:
@@ -101,7 +96,7 @@ class TextPool:
             raise RuntimeError("the gateway's text processes do not start") from None
 
     async def prepare(self, job: Job) -> Prepared:
-        """The plan of a job, here when it is short. Raises GatewayError."""
+        """The plan of a job, here when it is short. Raises GatewayError or ModelMissing."""
         if _size(job) <= INLINE_BYTES:
             return self._preparer.prepare(job)
         prepared: Prepared = await self.call(_prepare, job)

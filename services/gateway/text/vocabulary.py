@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
@@ -31,7 +31,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 class Vocabulary:
     """token_bytes[id] is the text of a token; strip_first_space: the whole text loses one leading space."""
 
-    token_bytes: list[bytes]
+    token_bytes: list[bytes] = field(repr=False)
     strip_first_space: bool
 
     def join(self, token_ids: Iterable[int]) -> bytes:

@@ -1,0 +1,208 @@
+"""What the client sees when workers, routers or clients fail, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.empty_pb2 import Empty
+from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_OK, OUTCOME_STALE, OUTCOME_WORKER_FAILED, ModelSnapshot
+
+from services.common.blocks import owner_digest
+from services.gateway.text.text_model import TextModel
+from tests.gateway.conftest import ANSWER, Mesh, running_mesh
+from tests.gateway.fakes import SECRET, Script, served_model
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STREAM = {"model": "smollm2-135m", "prompt": "hi", "stream": True}
+
+
+def body(**fields: object) -> HttpBody:
+    return HttpBody(data=json.dumps({**STREAM, **fields}).encode())
+
+
+def answer_tokens(mesh: Mesh) -> list[int]:
+    return mesh.text.encode_text(ANSWER)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Script(fail_before_admission=grpc.StatusCode.UNAVAILABLE),
+        Script(fail_before_admission=grpc.StatusCode.FAILED_PRECONDITION),
+        Script(tokens=[1, 2, 3], fail_after=0),
+    ],
+)
+async def test_failure_before_the_first_token_is_unseen(mesh: Mesh, broken: Script) -> None:
+    mesh.plan[:] = [broken, Script(answer_tokens(mesh))]
+    reply = await mesh.complete()
+    assert reply["choices"][0]["text"] == ANSWER
+    assert [list(ask.excluded_workers) for ask in mesh.router.asks] == [[], ["w0"]]
+    assert [ask.attempt for ask in mesh.router.asks] == [1, 2]
+    await eventually(lambda: len(mesh.router.dones) == 2)
+    assert [done.outcome for done in mesh.router.dones] == [OUTCOME_WORKER_FAILED, OUTCOME_OK]
+    assert len({request.sampling.seed for worker in mesh.workers for request in worker.requests}) == 1
+
+
+async def test_dead_worker_address_is_unseen(mesh: Mesh) -> None:
+    living = dict(mesh.router.workers)
+    mesh.router.workers.clear()
+    mesh.router.workers.update({"dead": "127.0.0.1:1", **living})
+    try:
+        assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    finally:
+        mesh.router.workers.clear()
+        mesh.router.workers.update(living)
+
+
+async def test_failure_after_the_first_token_is_one_error_event(mesh: Mesh) -> None:
+    mesh.plan[:] = [Script(answer_tokens(mesh), fail_after=2)]
+    raw = (await mesh.post("Completions", STREAM)).decode()
+    last = raw.strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "worker_failed"
+    assert "[DONE]" not in raw
+    assert len(mesh.router.asks) == 1
+    status, error, trailing = await mesh.error("Completions", {**STREAM, "stream": False})
+    assert (status, error["type"]) == (grpc.StatusCode.UNAVAILABLE, "server_error")
+    assert "retry-after" in trailing
+
+
+async def test_all_workers_failing_is_an_error(mesh: Mesh) -> None:
+    mesh.plan[:] = [Script(fail_before_admission=grpc.StatusCode.UNAVAILABLE)]
+    status, error, _ = await mesh.error("Completions", STREAM)
+    assert status == grpc.StatusCode.UNAVAILABLE
+    assert error["code"] == "model_unavailable"
+    assert len(mesh.router.asks) == 3
+
+
+async def test_stale_asks_again_twice_at_most(mesh: Mesh) -> None:
+    mesh.plan[:] = [Script(stale=True), Script(stale=True), Script(answer_tokens(mesh))]
+    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    await eventually(lambda: len(mesh.router.dones) == 3)
+    assert [done.outcome for done in mesh.router.dones] == [OUTCOME_STALE, OUTCOME_STALE, OUTCOME_OK]
+    mesh.plan[:] = [Script(stale=True)]
+    status, error, trailing = await mesh.error("Completions", STREAM)
+    assert (status, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "overloaded")
+    assert trailing["retry-after"] == "1"
+    assert len(mesh.router.asks) == 6
+
+
+async def test_workers_refusal_of_bad_input_is_not_retried(mesh: Mesh) -> None:
+    mesh.plan[:] = [Script(fail_before_admission=grpc.StatusCode.INVALID_ARGUMENT)]
+    status, _, _ = await mesh.error("Completions", STREAM)
+    assert status == grpc.StatusCode.INVALID_ARGUMENT
+    assert len(mesh.router.asks) == 1
+
+
+async def test_disconnect_cancels_everything(mesh: Mesh) -> None:
+    mesh.say(ANSWER, hang_after=3)
+    for fields in ({}, {"prompt": ["a", "b", "c"]}, {"stream": False}):
+        calls = [mesh.openai.Completions(body(**fields)) for _ in range(10)]
+        await eventually(lambda: sum(w.running for w in mesh.workers) >= 10)
+        for call in calls:
+            call.cancel()
+        await mesh.wait_idle()
+    await eventually(lambda: len(mesh.router.dones) == 50)
+    assert {done.outcome for done in mesh.router.dones} == {OUTCOME_CANCELLED}
+
+
+async def test_disconnect_while_being_placed(mesh: Mesh) -> None:
+    mesh.router.mute = True
+    call = mesh.openai.Completions(body())
+    await eventually(lambda: mesh.router.asks)
+    call.cancel()
+    await mesh.wait_idle()
+
+
+async def test_clients_deadline_is_honoured(mesh: Mesh) -> None:
+    mesh.say(ANSWER, hang_after=0)
+    call = mesh.openai.Completions(body(stream=False), timeout=0.4)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 0 < mesh.router.asks[0].deadline_s <= 0.4
+
+
+async def test_grant_carries_identity_to_the_worker(mesh: Mesh) -> None:
+    await mesh.complete()
+    request, metadata = mesh.workers[0].requests[0], mesh.workers[0].metadata[0]
+    assert request.owner_digest == owner_digest(SECRET.block_key, tenant="default")
+    assert metadata["x-request-id"] == request.request_id
+    assert metadata["x-kvmesh-token"] == SECRET.rpc_token
+
+
+@pytest.fixture
+async def own_mesh(text_model: TextModel) -> AsyncIterator[Mesh]:
+    """A mesh of one test, with short limits."""
+    async with running_mesh(
+        text_model, workers=2, admit_timeout_s=0.6, stall_timeout_s=0.6, heartbeat_s=0.2, max_inflight_requests=4,
+        max_tenant_inflight_requests=3, default_deadline_s=30,
+    ) as mesh:  # fmt: skip
+        mesh.reset()
+        yield mesh
+        await mesh.wait_idle()
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_silent_worker_is_given_up(own_mesh: Mesh) -> None:
+    tokens = answer_tokens(own_mesh)
+    own_mesh.plan[:] = [Script(tokens, hang_after=0), Script(tokens)]
+    assert (await own_mesh.complete())["choices"][0]["text"] == ANSWER
+    own_mesh.plan[:] = [Script(tokens, hang_after=2)]
+    raw = (await own_mesh.post("Completions", STREAM)).decode()
+    assert '"worker_failed"' in raw
+    assert raw.count("\n\n: \n\n") >= 1, "a silent stream is kept open by comments"
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_limits_of_requests_in_flight(own_mesh: Mesh) -> None:
+    own_mesh.say(ANSWER, pause_s=0.02)
+    calls = [own_mesh.openai.Completions(body()) for _ in range(3)]
+    for call in calls:
+        await call.initial_metadata()
+    status, error, trailing = await own_mesh.error("Completions", STREAM)
+    assert (status, error["code"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_exceeded")
+    assert trailing["retry-after"] == "1"
+    for call in calls:
+        assert b"[DONE]" in b"".join([message.data async for message in call])
+    assert (await own_mesh.complete())["choices"][0]["text"] == ANSWER
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_drain_finishes_streams_and_refuses_new_ones(own_mesh: Mesh) -> None:
+    own_mesh.say(ANSWER, pause_s=0.03)
+    call = own_mesh.openai.Completions(body())
+    await call.initial_metadata()
+    draining = asyncio.create_task(own_mesh.gateway.drain())
+    await eventually(lambda: own_mesh.gateway.core.admission.draining)
+    status, _, _ = await own_mesh.error("Completions", STREAM)
+    assert status == grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(grpc.aio.AioRpcError):
+        await own_mesh.openai.Readyz(Empty())
+    assert b"[DONE]" in b"".join([message.data async for message in call])
+    await asyncio.wait_for(draining, 5)
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_unknown_tokenizer_is_refused(own_mesh: Mesh) -> None:
+    own_mesh.router.set_models(served_model(tokenizer_digest=b"other"), served_model(name="big"))
+    await eventually(lambda: not own_mesh.gateway.core.catalog.is_ready)
+    for name, part in (("smollm2-135m", "another tokenizer"), ("big", "no tokenizer")):
+        status, error, _ = await own_mesh.error("Completions", {**STREAM, "model": name})
+        assert (status, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "model_unavailable")
+        assert part in error["message"]
+    own_mesh.router.set_models()
+    await eventually(lambda: not own_mesh.gateway.core.catalog._reported)
+    status, error, _ = await own_mesh.error("Completions", STREAM)
+    assert (status, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "model_unavailable")
+    own_mesh.router.set_models(served_model(tokenizer_digest=own_mesh.text.digest))
+    await eventually(lambda: own_mesh.gateway.core.catalog.is_ready)
+    own_mesh.gateway.core.catalog.update(ModelSnapshot(models=[served_model(ready_replicas=0)]))
+    assert not own_mesh.gateway.core.catalog.is_ready
