@@ -74,6 +74,7 @@ class IndexFollower:
     ) -> None:
         self.replica = replica
         self.synced = asyncio.Event()
+        _divergence.add(0)
         keyspace = keyspace or KeySpace()
         health = health or RedisHealth()
         self._shards = [_Shard(client, replica, keyspace, number, health) for number in range(keyspace.num_shards)]
@@ -174,10 +175,9 @@ class _Shard:
         adds, removes = unpack_adds(fields[b"a"]), split_ids(fields[b"r"])
         result = self._replica.apply(name, Header.unpack(fields[b"h"]), adds, removes)
         _applied.add(1, {"result": result.value})
-        if result is Applied.DIVERGED:
-            _divergence.add(1)
-        if result in (Applied.GAP, Applied.DIVERGED):
+        if result is Applied.GAP:
             await self._resync(name, result.value)
+        # One that has diverged is read anew at the next overview: at most once in that time, whatever the reason.
 
     async def _compare(self, overview: _Overview) -> None:
         """Repair what differs from the overview although everything up to it has been read."""

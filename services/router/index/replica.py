@@ -58,7 +58,7 @@ class Replica:
     def apply(
         self, name: str, header: Header, adds: Sequence[tuple[BlockId, int]], removes: Sequence[BlockId]
     ) -> Applied:
-        """One announcement of location `name`; GAP and DIVERGED ask for `load`."""
+        """One announcement of location `name`; GAP and DIVERGED ask for the set to be read anew."""
         location = self.locations.get(name)
         if location is not None and (header.epoch, header.seq) <= (location.epoch, location.seq):
             return Applied.OLD
