@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -53,7 +53,7 @@ class Vocabulary:
 
 def build_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """The table of `tokenizer`. Raises ConfigurationError for a decoder it does not know."""
-    decoder = json.loads(tokenizer.to_str())["decoder"] or {}
+    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     steps = [decoder] if decoder.get("type") != "Sequence" else decoder["decoders"]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -64,8 +64,7 @@ def build_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     raise ConfigurationError(f"tokenizer decoder {kinds} not supported")
 
 
-def _table(tokenizer: Tokenizer, to_bytes: object) -> list[bytes]:
-    assert callable(to_bytes)
+def _table(tokenizer: Tokenizer, to_bytes: Callable[[str], bytes]) -> list[bytes]:
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     vocab = tokenizer.get_vocab(with_added_tokens=True)
@@ -78,9 +77,10 @@ def _table(tokenizer: Tokenizer, to_bytes: object) -> list[bytes]:
 
 def _byte_level_bytes(token: str, alphabet: dict[str, int]) -> bytes:
     """A token with a character outside the alphabet is an added one and stands for itself."""
-    if all(character in alphabet for character in token):
-        return bytes(alphabet[character] for character in token)
-    return token.encode()
+    try:
+        return bytes(map(alphabet.__getitem__, token))
+    except KeyError:
+        return token.encode()
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
