@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator
 
 from services.router.catalog import CatalogEntry, list_models
+from services.router.own_pauses import TICK_S
 from services.router.workers import WorkerTable
 
-_LOOK_EVERY_S = 0.1
 REPEAT_EVERY_S = 5.0
 
 
@@ -25,13 +25,13 @@ class ModelsFeed:
         """Look for changes until cancelled: a worker may become suspect without anybody saying so."""
         while True:
             now_s = time.monotonic()
-            self._table.expire_pending(now_s)
+            self._table.tick(now_s)
             models = list_models(self._table, self._table.serving(now_s))
             if models != self.models:
                 self.models = models
                 self._changed.set()
                 self._changed = asyncio.Event()
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(TICK_S)
 
     async def snapshots(self) -> AsyncIterator[tuple[CatalogEntry, ...]]:
         """The list at once, at every change, and every 5 s."""

@@ -1,4 +1,4 @@
-"""What is learned from the workers' reports beyond what they say themselves. Pure."""
+"""What is learned beyond what the workers say themselves. Pure."""
 
 from __future__ import annotations
 

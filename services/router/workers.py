@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from services.common.registry import LocationRecord
 from services.router.domain import AttemptId, Identity, Load, WorkerId
+from services.router.own_pauses import OwnPauses
 from services.router.policies.view import WORKER_ROW, WorkerRows
 from services.router.rates import AgedRate, StepSlope
 
@@ -58,6 +59,7 @@ class WorkerTable:
         self._rows: WorkerRows = np.zeros(16, WORKER_ROW)
         self._free: list[int] = list(range(16))[::-1]
         self._models: dict[tuple[str, bytes], int] = {}
+        self._pauses = OwnPauses()
         self.workers: dict[WorkerId, Worker] = {}
         self.by_row: dict[int, WorkerId] = {}
         self.pending_timeouts = 0
@@ -158,9 +160,10 @@ class WorkerTable:
     def suspect(self, now_s: float) -> npt.NDArray[np.bool_]:
         """Of each row, whether its worker gets no new work for want of life signs."""
         rows = self._rows
+        heard_s = now_s - self._pauses.excused_s(now_s)
         has_work = rows["running"] + rows["waiting"] > 0
-        stalled = has_work & (now_s - rows["moved_s"] > rows["stall_limit_s"])
-        result: npt.NDArray[np.bool_] = ~rows["up"] | (now_s - rows["reported_s"] > SUSPECT_S) | stalled
+        stalled = has_work & (heard_s - rows["moved_s"] > rows["stall_limit_s"])
+        result: npt.NDArray[np.bool_] = ~rows["up"] | (heard_s - rows["reported_s"] > SUSPECT_S) | stalled
         return result
 
     def serving(self, now_s: float) -> npt.NDArray[np.bool_]:
@@ -169,8 +172,9 @@ class WorkerTable:
         result: npt.NDArray[np.bool_] = rows["live"] & rows["ready"] & ~rows["draining"] & ~self.suspect(now_s)
         return result
 
-    def expire_pending(self, now_s: float) -> None:
-        """Stop counting grants that no report has shown for too long."""
+    def tick(self, now_s: float) -> None:
+        """Call every `TICK_S`: stop counting grants that no report has shown for too long, notice own pauses."""
+        self._pauses.tick(now_s)
         for worker in self.workers.values():
             if worker.pending:
                 self._count_pending(worker, now_s)

@@ -231,3 +231,30 @@ def test_a_refused_request_counts_nothing() -> None:
     answer = scene.place(scene.ask(chain(1)), count=True)
     assert isinstance(answer, Refused)
     assert not scene.table.rows["pending"].any()
+
+
+def test_conversations_stay_with_their_prefix_or_take_it_along() -> None:
+    scene = Scene()
+    for name in ("a", "b"):
+        scene.worker(name)
+    held: dict[str, set[bytes]] = {"a": set(), "b": set()}
+    histories = [chain(12) for _ in range(8)]
+    reusable = reused = 0
+    places: dict[int, set[str]] = {}
+    for turn in range(5):
+        for number, ids in enumerate(histories):
+            load = {name: replace(IDLE, running_requests=3, decoding_sequences=3) for name in held}
+            for name in held:
+                scene.table.report(WorkerId(name), load[name], NOW_S)
+            grant = scene.grant(scene.ask(ids), count=True)
+            known = 0 if turn == 0 else len(ids) - 8
+            reusable += known
+            reused += min(known, grant.local_blocks + sum(run.num_blocks for run in grant.pull_plan))
+            places.setdefault(number, set()).add(grant.worker_id)
+            ids.extend(chain(8))
+            fresh = [id_ for id_ in ids if id_ not in held[grant.worker_id]]
+            held[grant.worker_id].update(fresh)
+            scene.hold(f"worker/{grant.worker_id}", fresh)
+    assert reused >= 0.95 * reusable
+    assert sum(len(workers) == 1 for workers in places.values()) >= 6
+    assert len(set.union(*places.values())) == 2

@@ -50,9 +50,9 @@ def test_a_grant_that_never_was_admitted_is_released(scene: Scene, way: str) -> 
     elif way == "ended":
         scene.table.report(A, replace(IDLE, ended=("r/1",)), NOW_S)
     else:
-        scene.table.expire_pending(NOW_S + 4.9)
+        scene.table.tick(NOW_S + 4.9)
         assert pending(scene) == (1, 100)
-        scene.table.expire_pending(NOW_S + 5.1)
+        scene.table.tick(NOW_S + 5.1)
         assert scene.table.pending_timeouts == 1
     assert pending(scene) == (0, 0)
     assert not scene.table.workers[A].pending
@@ -112,3 +112,13 @@ def test_the_slope_of_a_step_is_learned() -> None:
     assert slope.update(0.02, 0.02, 1) == pytest.approx(0.0006)
     assert slope.update(0.02, 0.05, 4) == pytest.approx(0.01)
     assert slope.update(0.02, 0.02, 4) == pytest.approx(0.009)
+
+
+def test_a_pause_of_the_router_is_not_taken_for_silence_of_the_workers(scene: Scene) -> None:
+    scene.table.tick(NOW_S)
+    assert not is_suspect(scene, NOW_S + 3)
+    scene.table.tick(NOW_S + 3)
+    assert not is_suspect(scene, NOW_S + 3.4)
+    for tenth in range(1, 12):
+        scene.table.tick(NOW_S + 3 + tenth / 10)
+    assert is_suspect(scene, NOW_S + 4.1)
