@@ -59,7 +59,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._front.metrics.ended(refusal.code.lower())
             await context.abort(grpc.StatusCode[refusal.code], refusal.detail)
         # A cancelled call may never come back to this generator; its end is what releases the request.
-        context.add_done_callback(_Release(self._front, stream))
+        context.add_done_callback(lambda _: self._front.release(stream))  # type: ignore[arg-type]
         exchange = _Exchange(request, stream, self._front, self._identity.worker_id)
         try:
             async with asyncio.timeout(deadline_s + _DEADLINE_GRACE_S):
@@ -104,17 +104,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 request, key=key, deadline_s=deadline_s, traceparent=carrier.get("traceparent", "")
             ),
         )
-
-
-class _Release:
-    """Releases a stream when its call is done, however that came."""
-
-    def __init__(self, front: Front, stream: RequestStream) -> None:
-        self._front = front
-        self._stream = stream
-
-    def __call__(self, _: _GenerateContext) -> None:
-        self._front.release(self._stream)
 
 
 class _Exchange:
