@@ -17,6 +17,10 @@ class Decoder(Protocol):
     """One model over one KV pool. Not thread-safe: one forward at a time."""
 
     @property
+    def pool(self) -> torch.Tensor:
+        """[blocks, kv_heads, layers, 2, 16, head_dim], over the memory the worker shares."""
+
+    @property
     def backend(self) -> str:
         """Which arithmetic runs, for logs; replicas with the same backend agree to the last bit."""
 

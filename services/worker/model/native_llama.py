@@ -27,7 +27,7 @@ class NativeLlama:
         self.backend = f"native {library.instruction_set()}"
         self.part_seconds: torch.Tensor | None = None
         self._config = config
-        self._pool = pool.blocks
+        self.pool = pool.blocks
         self._kept: list[torch.Tensor] = []
         self._layers = (LayerStruct * config.num_layers)(*map(self._layer, weights.layers))
         cos, sin = rotary_table(inverse_frequencies(config), num_positions)
@@ -56,7 +56,7 @@ class NativeLlama:
         scratch.logits = logits.data_ptr()
         if self.part_seconds is not None:
             scratch.seconds = cast(self.part_seconds.data_ptr(), POINTER(c_double))
-        library.forward(self._model, batch, self._pool, scratch, num_threads=num_threads)
+        library.forward(self._model, batch, self.pool, scratch, num_threads=num_threads)
         return logits
 
     def time_parts(self) -> torch.Tensor:
@@ -87,7 +87,7 @@ class NativeLlama:
         )
 
     def _scratch_for(self, batch: PagedBatch) -> ScratchStruct:
-        config, dtype = self._config, self._pool.dtype
+        config, dtype = self._config, self.pool.dtype
         tokens, query_size = batch.num_tokens, config.num_heads * config.head_dim
         qkv_size = query_size + 2 * config.num_kv_heads * config.head_dim
         return ScratchStruct(

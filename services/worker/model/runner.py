@@ -45,7 +45,7 @@ class CpuRunner:
     def __init__(self, spec: RunnerSpec, decoder: Decoder, num_threads: int | None = None) -> None:
         """num_threads: of one step; None follows torch.get_num_threads() at each submit."""
         self.spec = spec
-        self._decoder = decoder
+        self.decoder = decoder
         self._num_threads = num_threads
         self._limits = StepLimits(spec.vocab_size, spec.num_blocks, spec.max_context)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model-runner")
@@ -57,7 +57,7 @@ class CpuRunner:
             raise RuntimeError("a step is already in flight")
         batch = checked_batch(step, self._limits)
         num_threads = self._num_threads or torch.get_num_threads()
-        self._in_flight = self._thread.submit(self._decoder.forward, batch, num_threads)
+        self._in_flight = self._thread.submit(self.decoder.forward, batch, num_threads)
 
     def collect(self) -> torch.Tensor:
         """Wait for the submitted step; float32 logits [L, vocab_size], a fresh tensor."""

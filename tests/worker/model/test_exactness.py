@@ -73,7 +73,7 @@ def test_number_of_threads(
 
 def test_garbage_beyond_the_context_is_never_read(runner_bf16: CpuRunner, prompt: list[int]) -> None:
     expected = run(runner_bf16, Chunk(prompt[:21], 0, [0, 1]))
-    pool = runner_bf16._decoder._pool  # type: ignore[attr-defined]
+    pool = runner_bf16.decoder.pool
     pool[70:72] = torch.nan
     assert torch.equal(run(runner_bf16, Chunk(prompt[:21], 0, [70, 71])), expected)
 

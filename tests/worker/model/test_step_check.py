@@ -53,7 +53,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize(("changes", "message"), MALFORMED.values(), ids=MALFORMED.keys())
 def test_refused(runner_bf16: CpuRunner, changes: dict[str, Any], message: str) -> None:
-    pool = runner_bf16._decoder._pool  # type: ignore[attr-defined]
+    pool = runner_bf16.decoder.pool
     before = pool[40:43].clone()
     with pytest.raises(ValueError, match=message):
         runner_bf16.submit(replace(GOOD, **changes))
