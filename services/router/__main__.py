@@ -27,8 +27,9 @@ from services.router.placement import PlacementConfig
 from services.router.service import RouterService
 from services.router.watch import WorkerWatcher
 
-# How long a start waits for Redis before it serves without, and for gateways to leave at the end.
+# How long a start waits for Redis before it serves without, then for workers, and for gateways to leave at the end.
 _FIRST_TRY_S = 3.0
+_FIRST_REPORTS_S = 1.0
 _LEAVE_S = 1.0
 _log = structlog.get_logger()
 
@@ -72,19 +73,25 @@ async def _serve(settings: RouterSettings, metrics_address: str) -> None:
         RouterService(decisions, feed),
         router_pb2.DESCRIPTOR.services_by_name["Router"].full_name,
     )
-    address = await server.start(settings.advertise_host)
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(part.run()) for part in (registry, follower, watcher, feed)]
-        await _wait_for_redis(health, follower)
-        await server.set_ready(True)
-        write_ready_file(settings.ready_file, address=address, metrics=metrics_address)
-        _log.info("router serves", address=address, metrics=metrics_address, policy=settings.policy)
-        await stop.wait()
-        await server.set_ready(False)
-        await server.stop(min(settings.drain_deadline_s, _LEAVE_S))
-        for task in tasks:
-            task.cancel()
-    await client.aclose()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part.run()) for part in (registry, follower, watcher, feed)]
+            await _look_around(health, registry, follower, watcher)
+            # Nobody can ask before: an answer that knows nothing yet would be a wrong one.
+            address = await server.start(settings.advertise_host)
+            await server.set_ready(True)
+            write_ready_file(settings.ready_file, address=address, metrics=metrics_address)
+            _log.info("router serves", address=address, metrics=metrics_address, policy=settings.policy)
+            await stop.wait()
+            await server.set_ready(False)
+            await server.stop(min(settings.drain_deadline_s, _LEAVE_S))
+            for task in tasks:
+                task.cancel()
+    except ExceptionGroup as failures:
+        taken = failures.subgroup(RuntimeError)
+        raise (taken.exceptions[0] if taken else failures) from failures
+    finally:
+        await client.aclose()
     _log.info("router stopped")
 
 
@@ -95,17 +102,17 @@ def _registry_changed(change: RegistryChange, decisions: Decisions, watcher: Wor
         decisions.set_kvstore(change.record, gone=change.gone)
 
 
-async def _wait_for_redis(health: RedisHealth, follower: IndexFollower) -> None:
-    """Until the index is there, or Redis has been tried in vain."""
-    tried = asyncio.create_task(health.tried.wait())
-    synced = asyncio.create_task(follower.synced.wait())
+async def _look_around(
+    health: RedisHealth, registry: RegistryWatcher, follower: IndexFollower, watcher: WorkerWatcher
+) -> None:
+    """Until registry, index and workers are known, or Redis has been tried in vain."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_TRY_S):
-            await tried
+            await health.tried.wait()
             if health.connected:
-                await synced
-    for task in (tried, synced):
-        task.cancel()
+                await registry.synced.wait()
+                await follower.synced.wait()
+    await watcher.tried(_FIRST_REPORTS_S)
 
 
 def _observe(decisions: Decisions) -> None:

@@ -26,16 +26,20 @@ class ModelsFeed:
         while True:
             now_s = time.monotonic()
             self._table.tick(now_s)
-            models = list_models(self._table, self._table.serving(now_s))
-            if models != self.models:
-                self.models = models
-                self._changed.set()
-                self._changed = asyncio.Event()
+            self._refresh(now_s)
             await asyncio.sleep(TICK_S)
+
+    def _refresh(self, now_s: float) -> None:
+        models = list_models(self._table, self._table.serving(now_s))
+        if models != self.models:
+            self.models = models
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     async def snapshots(self) -> AsyncIterator[tuple[CatalogEntry, ...]]:
         """The list at once, at every change, and every 5 s."""
         while True:
+            self._refresh(time.monotonic())
             changed = self._changed
             yield self.models
             try:

@@ -8,6 +8,7 @@ record is not a sign of life, the stream is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -39,6 +40,7 @@ class WorkerWatcher:
         self._on_membership = on_membership
         self._tasks: dict[WorkerId, asyncio.Task[None]] = {}
         self._orphans: set[WorkerId] = set()
+        self._untried: dict[WorkerId, asyncio.Event] = {}
         self._group: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
@@ -48,6 +50,13 @@ class WorkerWatcher:
             for worker in list(self._table.workers.values()):
                 self._start(worker.record)
             await asyncio.Event().wait()
+
+    async def tried(self, timeout_s: float) -> None:
+        """Wait until every worker known now has reported or failed to, at most `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for event in list(self._untried.values()):
+                    await event.wait()
 
     def registry_changed(self, change: RegistryChange) -> None:
         """A worker has registered, changed or gone."""
@@ -74,10 +83,17 @@ class WorkerWatcher:
         before = self._tasks.pop(worker_id, None)
         if before is not None:
             before.cancel()
+        self._untried.setdefault(worker_id, asyncio.Event())
         self._tasks[worker_id] = self._group.create_task(self._watch(record), name=f"watch {record.id}")
+
+    def _mark_tried(self, worker_id: WorkerId) -> None:
+        event = self._untried.pop(worker_id, None)
+        if event is not None:
+            event.set()
 
     def _drop(self, worker_id: WorkerId) -> None:
         self._orphans.discard(worker_id)
+        self._mark_tried(worker_id)
         task = self._tasks.pop(worker_id, None)
         if task is not None:
             task.cancel()
@@ -93,6 +109,7 @@ class WorkerWatcher:
                 began_s = time.monotonic()
                 detail = await self._follow(channel, record)
                 self._table.broken(worker_id)
+                self._mark_tried(worker_id)
                 if worker_id in self._orphans:
                     self._drop(worker_id)
                 if time.monotonic() - began_s > SILENCE_S:
@@ -112,6 +129,7 @@ class WorkerWatcher:
                     identified = True
                 if report.HasField("load"):
                     self._table.report(WorkerId(record.id), load_of(report.load), time.monotonic())
+                    self._mark_tried(WorkerId(record.id))
         except (grpc.aio.AioRpcError, TimeoutError, WrongWorkerError) as error:
             return str(error.code().name) if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
         return "ended"
