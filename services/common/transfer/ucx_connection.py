@@ -9,6 +9,7 @@ not blame its peer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 from collections.abc import Callable, Coroutine
@@ -35,7 +36,10 @@ class UcxConnection:
         self.on_message: Callable[[wire.AnyControl], None] = lambda _: None
         self.on_failed: Callable[[TransferError], None] = lambda _: None
         self.num_operations = 0
-        self._tags: wire.TagSequence | None = None
+        # Set by the handshake: tags of what this side receives, and of what it sends.
+        self._receive_tags: wire.TagSequence | None = None
+        self._send_tags: wire.TagSequence | None = None
+        self._control = bytearray(wire.MAX_CONTROL_BYTES)
         self._unsent_bytes = 0
         self._silent = 0
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -63,6 +67,7 @@ class UcxConnection:
         """Queue a message. A connection that has failed, or whose peer does not read, drops it and fails."""
         if self.error is not None:
             return
+        assert self._send_tags is not None
         data = wire.encode(message)
         self._unsent_bytes += len(data)
         if self._unsent_bytes > MAX_UNSENT_BYTES:
@@ -74,12 +79,17 @@ class UcxConnection:
             if not future.cancelled() and (error := future.exception()) is not None:
                 self.fail(PeerLost(str(error)))
 
-        self.endpoint.am_send(data).add_done_callback(sent)
+        self.endpoint.tag_send(data, self._send_tags.control).add_done_callback(sent)
 
-    def take_tags(self, count: int) -> int:
-        """First of `count` tags for payloads that this side names."""
-        assert self._tags is not None
-        return self._tags.take(count)
+    def take_send_tags(self, count: int) -> int:
+        """First of `count` tags for payloads that this side sends."""
+        assert self._send_tags is not None
+        return self._send_tags.take(count)
+
+    def take_receive_tags(self, count: int) -> int:
+        """First of `count` tags for payloads that this side receives."""
+        assert self._receive_tags is not None
+        return self._receive_tags.take(count)
 
     def begin(self) -> None:
         """An operation starts: heartbeats go out while there are any."""
@@ -125,7 +135,8 @@ class UcxConnection:
 
     def _receive_next(self) -> None:
         if self.error is None:
-            self.endpoint.am_recv().add_done_callback(self._received)
+            assert self._receive_tags is not None
+            self.endpoint.tag_recv(self._control, self._receive_tags.control).add_done_callback(self._received)
 
     def _received(self, future: Completed) -> None:
         if self.error is not None or future.cancelled():
@@ -135,7 +146,7 @@ class UcxConnection:
             return
         self.heard()
         try:
-            self._deliver(wire.decode(future.result()))
+            self._deliver(wire.decode(self._control))
         except ProtocolViolation as violation:
             _log.warning("a peer broke the transfer protocol", detail=str(violation))
             self.fail(violation)
@@ -163,16 +174,17 @@ class UcxConnection:
 
     async def _prove_as_client(self, key: bytes) -> None:
         nonce = os.urandom(wire.NONCE_BYTES)
-        self.send(wire.Hello(PROTOCOL_VERSION, nonce))
+        await self._say(wire.Hello(PROTOCOL_VERSION, nonce))
         challenge = await self._expect(wire.Challenge)
         if challenge.version != PROTOCOL_VERSION or len(challenge.nonce) != wire.NONCE_BYTES:
             raise HandshakeRefused(f"the peer speaks version {challenge.version}")
         expected = wire.proof(key, b"server", PROTOCOL_VERSION, nonce, challenge.nonce)
         if not hmac.compare_digest(expected, challenge.proof):
             raise HandshakeRefused("the peer does not know the mesh secret")
-        self.send(wire.Proof(wire.proof(key, b"client", PROTOCOL_VERSION, nonce, challenge.nonce)))
+        await self._say(wire.Proof(wire.proof(key, b"client", PROTOCOL_VERSION, nonce, challenge.nonce)))
         await self._expect(wire.Welcome)
-        self._tags = wire.TagSequence(key, b"to server", nonce, challenge.nonce)
+        self._receive_tags = wire.TagSequence(key, b"to client", nonce, challenge.nonce)
+        self._send_tags = wire.TagSequence(key, b"to server", nonce, challenge.nonce)
 
     async def _prove_as_server(self, key: bytes) -> None:
         hello = await self._expect(wire.Hello)
@@ -180,21 +192,28 @@ class UcxConnection:
             await self._refuse(f"version {hello.version} is not {PROTOCOL_VERSION}")
         nonce = os.urandom(wire.NONCE_BYTES)
         mine = wire.proof(key, b"server", PROTOCOL_VERSION, hello.nonce, nonce)
-        self.send(wire.Challenge(PROTOCOL_VERSION, nonce, mine))
+        await self._say(wire.Challenge(PROTOCOL_VERSION, nonce, mine))
         answer = await self._expect(wire.Proof)
         if not hmac.compare_digest(wire.proof(key, b"client", PROTOCOL_VERSION, hello.nonce, nonce), answer.proof):
             await self._refuse("wrong mesh secret")
-        self._tags = wire.TagSequence(key, b"to client", hello.nonce, nonce)
-        self.send(wire.Welcome())
+        self._receive_tags = wire.TagSequence(key, b"to server", hello.nonce, nonce)
+        self._send_tags = wire.TagSequence(key, b"to client", hello.nonce, nonce)
+        await self._say(wire.Welcome())
 
     async def _refuse(self, reason: str) -> None:
-        # Closing at once would overtake the message; the caller's timeout bounds the wait.
-        await self.endpoint.am_send(wire.encode(wire.Refused(reason)))
-        await self.endpoint.am_recv()
+        # Closing at once would overtake the message; the other end closes, or the caller's timeout ends the wait.
+        await self._say(wire.Refused(reason))
+        with contextlib.suppress(PeerLost, TimeoutError):
+            await self._expect(wire.Proof)
         raise HandshakeRefused(reason)
 
+    async def _say(self, message: wire.Control) -> None:
+        await asyncio.shield(self.endpoint.stream_send(wire.encode(message).ljust(wire.FRAME_BYTES, b"\0")))
+
     async def _expect(self, kind: type[T]) -> T:
-        message = wire.decode(await self.endpoint.am_recv())
+        frame = bytearray(wire.FRAME_BYTES)
+        await asyncio.shield(self.endpoint.stream_recv(frame))
+        message = wire.decode(frame)
         if isinstance(message, wire.Refused):
             raise HandshakeRefused(message.reason)
         if not isinstance(message, kind):

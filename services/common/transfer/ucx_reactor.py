@@ -6,7 +6,8 @@ movement, which halves the latency of a single block on idle cores and costs up 
 
 A posted buffer belongs to UCX until its future is done, whoever has given up on it meanwhile. Closing an endpoint
 here is the forced kind, which ends all its requests at once; an orderly close would wait for a silent peer and
-let it write into buffers afterwards (both were tried).
+let it write into buffers afterwards (both were tried). Active messages are not used: ucxx files unread ones under
+the endpoint's handle, which UCX gives to a later connection, so that one would read another's messages (seen).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TUNING = {
 _CLOSE_WAIT_NS = 100_000_000
 _TAG_BITS = 64
 
-Completed = asyncio.Future[Any]
+Completed = asyncio.Future[None]
 
 
 def apply_tuning() -> None:
@@ -65,23 +66,21 @@ class UcxEndpoint:
         if self.closed:
             self._reactor.loop.call_soon(callback)
 
-    def am_send(self, data: bytes) -> Completed:
-        """Send a control message."""
-        return self._post(lambda array, _: self._raw.am_send(array), data, 0)
+    def stream_send(self, buffer: bytes) -> Completed:
+        """Send bytes that only this connection's other end can receive."""
+        return self._post("stream_send", buffer)
 
-    def am_recv(self) -> Completed:
-        """The next control message, as bytes."""
-        if self.closed:
-            return self._reactor.lost()
-        return self._reactor.watch(self._raw.am_recv(), None, lambda request: bytes(request.recv_buffer))
+    def stream_recv(self, buffer: bytearray) -> Completed:
+        """Receive as many bytes as the buffer has, which must be one `stream_send` of the other end."""
+        return self._post("stream_recv", buffer)
 
-    def tag_send(self, buffer: memoryview, tag: int) -> Completed:
+    def tag_send(self, buffer: bytes | memoryview, tag: int) -> Completed:
         """Send `buffer`; it must not change until the future is done."""
-        return self._post(self._raw.tag_send, buffer, tag)
+        return self._post("tag_send", buffer, self._reactor.tag(tag))
 
-    def tag_recv(self, buffer: memoryview, tag: int) -> Completed:
+    def tag_recv(self, buffer: bytearray | memoryview, tag: int) -> Completed:
         """Receive into `buffer`, which is UCX's until the future is done."""
-        return self._post(self._raw.tag_recv, buffer, tag)
+        return self._post("tag_recv", buffer, self._reactor.tag(tag))
 
     def close(self) -> None:
         """Close at once: requests of this endpoint end, and its peer's writes reach nobody."""
@@ -93,11 +92,11 @@ class UcxEndpoint:
         raw.remove_close_callback()
         self._reactor.wake()
 
-    def _post(self, post: Callable[[Any, Any], Any], buffer: bytes | memoryview, tag: int) -> Completed:
+    def _post(self, operation: str, buffer: bytes | bytearray | memoryview, *tag: object) -> Completed:
         if self.closed:
             return self._reactor.lost()
         array = self._reactor.array(buffer)
-        return self._reactor.watch(post(array, self._reactor.tag(tag)), (array, buffer), None)
+        return self._reactor.watch(getattr(self._raw, operation)(array, *tag), (array, buffer))
 
     def _peer_closed(self, *_: object) -> None:
         # UCX calls this in the middle of its progress: only note it there.
@@ -122,7 +121,7 @@ class UcxReactor:
         self._context = self._api.UCXContext()
         self._worker = self._api.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
-        self._pending: list[tuple[Any, Completed, object, Callable[[Any], Any] | None]] = []
+        self._pending: list[tuple[Any, Completed, object]] = []
         self._spin_s = spin_s
         self._spin_until_s = 0.0
         self._scheduled = False
@@ -162,7 +161,7 @@ class UcxReactor:
         self.wake()
         return int(listener.port)
 
-    def array(self, buffer: bytes | memoryview) -> Any:
+    def array(self, buffer: bytes | bytearray | memoryview) -> Any:
         """UCX's view of a buffer; it keeps nothing alive."""
         return self._array_type(buffer)
 
@@ -177,10 +176,10 @@ class UcxReactor:
         future.exception()
         return future
 
-    def watch(self, request: Any, keep: object, convert: Callable[[Any], Any] | None) -> Completed:
+    def watch(self, request: Any, keep: object) -> Completed:
         """A future of `request`; it and `keep` stay alive until UCX is done with them."""
         future: Completed = self.loop.create_future()
-        self._pending.append((request, future, keep, convert))
+        self._pending.append((request, future, keep))
         self._spin_until_s = time.perf_counter() + self._spin_s
         self.wake()
         return future
@@ -212,15 +211,15 @@ class UcxReactor:
         waiting, self._pending = self._pending, []
         moved = False
         for entry in waiting:
-            request, future, _, convert = entry
+            request, future, _ = entry
             if not request.completed:
                 self._pending.append(entry)
                 continue
             moved = True
-            self._resolve(request, future, convert)
+            self._resolve(request, future)
         return moved
 
-    def _resolve(self, request: Any, future: Completed, convert: Callable[[Any], Any] | None) -> None:
+    def _resolve(self, request: Any, future: Completed) -> None:
         if future.done():
             return
         try:
@@ -230,4 +229,4 @@ class UcxReactor:
             # Whoever waits sees it; nobody has to.
             future.exception()
         else:
-            future.set_result(convert(request) if convert is not None else None)
+            future.set_result(None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -39,9 +40,9 @@ from services.common.transfer.settle import uninterrupted
 from services.common.transfer.ucx_connection import UcxConnection
 from services.common.transfer.ucx_reactor import Completed, UcxEndpoint, UcxReactor
 
-# Blocks announced at once, and blocks of one pull in flight.
+# Blocks announced at once; payload of one pull in flight, which also bounds how long a heartbeat queues behind it.
 BATCH_BLOCKS = 8
-WINDOW_BLOCKS = 24
+WINDOW_BYTES = 16 * 2**20
 MAX_CONNECTIONS = 1024
 MAX_OPERATIONS = 512
 _log = structlog.get_logger()
@@ -143,7 +144,7 @@ class UcxServer:
         deadline_s = min(message.deadline_s, self._max_operation_s)
         reservation = await self._sink.reserve(message.headers, message.epoch)
         buffers = reservation.buffers
-        tag = connection.take_tags(len(buffers)) if buffers else 0
+        tag = connection.take_receive_tags(len(buffers)) if buffers else 0
         receiving = [connection.endpoint.tag_recv(buffer, tag + i) for i, buffer in enumerate(buffers)]
         connection.send(wire.Accept(message.op, reservation.num_held, len(buffers), tag))
         try:
@@ -204,6 +205,7 @@ class _ServedPull:
         self._request = request
         self._until_s = asyncio.get_running_loop().time() + request.deadline_s
         self._sending: set[Completed] = set()
+        self._sending_bytes = 0
         self._num_sent = 0
 
     async def run(self, source: BlockSource) -> None:
@@ -233,30 +235,34 @@ class _ServedPull:
 
     async def _send_all(self, lease: BlockLease) -> str:
         blocks = lease.blocks
-        for first in range(0, len(blocks), BATCH_BLOCKS):
+        while self._num_sent < len(blocks):
             if self._connection.error is not None:
                 raise PeerLost(str(self._connection.error))
             if self.cancelled:
                 return STOP_CANCELLED
             if self._left_s() <= 0:
                 return STOP_DEADLINE
-            self._send(blocks[first : first + BATCH_BLOCKS])
-            while len(self._sending) > WINDOW_BLOCKS - BATCH_BLOCKS and self._left_s() > 0:
+            room = (WINDOW_BYTES - self._sending_bytes) // len(blocks[self._num_sent].payload)
+            if room > 0 or not self._sending:
+                self._send(blocks[self._num_sent : self._num_sent + min(BATCH_BLOCKS, max(1, room))])
+            else:
                 await asyncio.wait(self._sending, timeout=self._left_s(), return_when=asyncio.FIRST_COMPLETED)
         return lease.stop if len(blocks) < len(self._request.ids) else STOP_COMPLETE
 
     def _send(self, batch: Sequence[HeldBlock]) -> None:
-        tag = self._connection.take_tags(len(batch))
+        tag = self._connection.take_send_tags(len(batch))
         headers, tiers = [block.header for block in batch], [block.tier for block in batch]
         self._connection.send(wire.Blocks(self._number, self._num_sent, tag, headers, tiers))
         for offset, block in enumerate(batch):
             future = self._connection.endpoint.tag_send(block.payload, tag + offset)
             self._sending.add(future)
-            future.add_done_callback(self._sent)
+            self._sending_bytes += len(block.payload)
+            future.add_done_callback(partial(self._sent, len(block.payload)))
         self._num_sent += len(batch)
 
-    def _sent(self, future: Completed) -> None:
+    def _sent(self, num_bytes: int, future: Completed) -> None:
         self._sending.discard(future)
+        self._sending_bytes -= num_bytes
         if future.exception() is None:
             self._connection.heard()
 

@@ -1,13 +1,15 @@
 """Control messages of the UCX transport, and the proofs of its handshake.
 
-Messages are msgpack in active messages, which UCX delivers by connection; payloads travel by tag. A connection begins
-Hello ▸ Challenge ▸ Proof ▸ Welcome: both sides prove the mesh secret over both nonces. Tags are derived from it too, so
-that only the two ends of a connection can name the buffers posted for it.
+A connection begins Hello ▸ Challenge ▸ Proof ▸ Welcome in stream messages of FRAME_BYTES, which UCX delivers by
+connection: both sides prove the mesh secret over both nonces. From then on everything travels by tag, control
+messages under one tag for each direction and payloads under a tag each. Tags are derived from secret and nonces, so
+that only the two ends of a connection can name the buffers posted for it. Messages are msgpack behind their length.
 """
 
 from __future__ import annotations
 
 import hmac
+import struct
 from hashlib import sha256
 
 import msgspec
@@ -15,7 +17,9 @@ import msgspec
 from services.common.transfer.errors import ProtocolViolation
 
 NONCE_BYTES = 16
-MAX_CONTROL_BYTES = 4 * 2**20
+FRAME_BYTES = 192
+MAX_CONTROL_BYTES = 128 * 1024
+_LENGTH = struct.Struct("<I")
 _TAG_COUNTER_BITS = 24
 
 
@@ -131,16 +135,18 @@ _decoder: msgspec.msgpack.Decoder[AnyControl] = msgspec.msgpack.Decoder(AnyContr
 
 
 def encode(message: Control) -> bytes:
-    """Bytes of a control message."""
-    return msgspec.msgpack.encode(message)
+    """Bytes of a control message. Raises ProtocolViolation when the other end has no room for it."""
+    body = msgspec.msgpack.encode(message)
+    if _LENGTH.size + len(body) > MAX_CONTROL_BYTES:
+        raise ProtocolViolation(f"control message of {len(body)} bytes")
+    return _LENGTH.pack(len(body)) + body
 
 
-def decode(data: bytes) -> AnyControl:
-    """The message in `data`. Raises ProtocolViolation."""
-    if len(data) > MAX_CONTROL_BYTES:
-        raise ProtocolViolation(f"control message of {len(data)} bytes")
+def decode(data: bytes | bytearray) -> AnyControl:
+    """The message at the start of `data`. Raises ProtocolViolation."""
+    (length,) = _LENGTH.unpack_from(data)
     try:
-        return _decoder.decode(data)
+        return _decoder.decode(memoryview(data)[_LENGTH.size : _LENGTH.size + length])
     except msgspec.DecodeError:
         raise ProtocolViolation("not a control message") from None
 
@@ -154,17 +160,18 @@ def proof(key: bytes, role: bytes, version: int, hello_nonce: bytes, challenge_n
 
 
 class TagSequence:
-    """Tags of one direction of one connection: 40 secret bits and a counter."""
+    """Tags of what one end of a connection receives: 40 secret bits and a counter; `control` is never taken."""
 
     def __init__(self, key: bytes, direction: bytes, hello_nonce: bytes, challenge_nonce: bytes) -> None:
         digest = proof(key, b"tags " + direction, 0, hello_nonce, challenge_nonce)
         self._base = int.from_bytes(digest[:5], "little") << _TAG_COUNTER_BITS
-        self._next = 0
+        self._next = 1
+        self.control = self._base
 
     def take(self, count: int) -> int:
         """First of `count` consecutive tags."""
         if self._next + count >= 1 << _TAG_COUNTER_BITS:
-            self._next = 0
+            self._next = 1
         first = self._base + self._next
         self._next += count
         return first

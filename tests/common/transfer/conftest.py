@@ -1,0 +1,104 @@
+"""Holder processes and a client, for each transport."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.common.security import MeshSecret
+from services.common.transfer.grpc_client import GrpcTransport
+from services.common.transfer.protocol import PeerAddress, Transport
+from services.common.transfer.ucx_client import UcxTransport
+from services.common.transfer.ucx_reactor import UcxReactor
+from tests.common.transfer.blocks import SECRET
+
+_ROOT = Path(__file__).parents[3]
+
+
+class HolderProcess:
+    """One holder; ended by `end` whatever its state."""
+
+    def __init__(self, transport: str, *options: str) -> None:
+        command = [sys.executable, "-m", "tests.common.transfer.holder", "--transport", transport, *options]
+        self.process = subprocess.Popen(
+            command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            self.peer = PeerAddress(**self._line())
+        except ValueError:
+            self.end()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def state(self) -> dict[str, Any]:
+        """What the holder says of itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return line
+
+
+StartHolder = Callable[..., HolderProcess]
+
+
+@pytest.fixture(params=["ucx", "grpc"])
+def transport_name(request: pytest.FixtureRequest) -> str:
+    """Every test of the contract runs over both."""
+    return str(request.param)
+
+
+@pytest.fixture
+def start_holder(transport_name: str) -> Iterator[StartHolder]:
+    """Starts holders that end with the test."""
+    started: list[HolderProcess] = []
+
+    def start(*options: str) -> HolderProcess:
+        started.append(HolderProcess(transport_name, *options))
+        return started[-1]
+
+    yield start
+    for holder in started:
+        holder.end()
+
+
+@pytest_asyncio.fixture
+async def transport(transport_name: str) -> AsyncIterator[Transport]:
+    """A client in this process."""
+    secret = MeshSecret(SECRET)
+    if transport_name == "grpc":
+        client: Transport = GrpcTransport(secret)
+        yield client
+        await client.close()
+        return
+    reactor = UcxReactor()
+    client = UcxTransport(reactor, secret.pull_key)
+    yield client
+    await client.close()
+    reactor.close()

@@ -1,0 +1,134 @@
+"""A process that holds blocks and keeps pushed ones: `python -m tests.common.transfer.holder --transport ucx …`.
+
+Prints its addresses as JSON and serves until killed. Every line on stdin is answered with a line of JSON: counts of
+open leases and of what was pushed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from services.common.blocks import BlockId
+from services.common.rpc import MeshServer
+from services.common.security import MeshSecret
+from services.common.telemetry import configure_logging
+from services.common.transfer.endpoint import TransferEndpoint
+from services.common.transfer.errors import BlockInvalid
+from services.common.transfer.header import decode_header, verify_payload
+from services.common.transfer.protocol import STOP_COMPLETE, STOP_EPOCH, STOP_MISSING, HeldBlock, PullRequest
+from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
+
+
+class Holder:
+    """Source of one chain, sink of anything valid."""
+
+    def __init__(self, count: int, block_bytes: int, hang: bool) -> None:
+        ids = chain(count)
+        self.blocks: dict[BlockId, HeldBlock] = {}
+        for index, block_id in enumerate(ids):
+            data = payload(block_id, block_bytes)
+            self.blocks[block_id] = HeldBlock(header(ids, index, data), memoryview(data), "ram")
+        self.pushed: dict[BlockId, bytes] = {}
+        self.open_leases = 0
+        self.open_reservations = 0
+        self.traceparents: list[str] = []
+        self._hang = hang
+
+    async def lease(self, request: PullRequest) -> Lease:
+        self.traceparents.append(request.traceparent)
+        if self._hang:
+            await asyncio.sleep(3600)
+        if request.epoch not in (0, EPOCH):
+            return Lease(self, [], STOP_EPOCH)
+        found: list[HeldBlock] = []
+        for block_id in request.ids:
+            if block_id not in self.blocks:
+                break
+            found.append(self.blocks[block_id])
+        return Lease(self, found, STOP_COMPLETE if len(found) == len(request.ids) else STOP_MISSING)
+
+    async def reserve(self, headers: Sequence[bytes], epoch: int) -> Reservation:
+        return Reservation(self, headers if epoch in (0, EPOCH) else [])
+
+
+class Lease:
+    def __init__(self, holder: Holder, blocks: list[HeldBlock], stop: str) -> None:
+        self.blocks = blocks
+        self.stop = stop
+        self._holder = holder
+        holder.open_leases += 1
+
+    def release(self, num_sent: int, stop: str) -> None:
+        self._holder.open_leases -= 1
+
+
+class Reservation:
+    def __init__(self, holder: Holder, headers: Sequence[bytes]) -> None:
+        self._holder = holder
+        decoded = [decode_header(encoded) for encoded in headers]
+        self.num_held = sum(block.block_id in holder.blocks for block in decoded)
+        self._headers = decoded[self.num_held :]
+        self._memory = [bytearray(block.payload_bytes) for block in self._headers]
+        self.buffers = [memoryview(data) for data in self._memory]
+        holder.open_reservations += 1
+
+    async def commit(self) -> int:
+        self._holder.open_reservations -= 1
+        for count, (block, data) in enumerate(zip(self._headers, self._memory, strict=True)):
+            try:
+                verify_payload(block, memoryview(data))
+            except BlockInvalid:
+                return self.num_held + count
+            self._holder.pushed[block.block_id] = bytes(data)
+        return self.num_held + len(self._headers)
+
+    def abandon(self) -> None:
+        self._holder.open_reservations -= 1
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    holder = Holder(arguments.blocks, arguments.block_bytes, arguments.hang)
+    secret = MeshSecret(arguments.secret)
+    endpoint = TransferEndpoint(arguments.transport, secret, holder, holder, max_operation_s=10.0)
+    server = MeshServer("127.0.0.1:0", secret=secret)
+    endpoint.attach(server)
+    pull_address = endpoint.listen("127.0.0.1:0")
+    grpc_address = await server.start()
+    await server.set_ready(True)
+    print(json.dumps({"pull_address": pull_address, "grpc_address": grpc_address}), flush=True)
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while await reader.readline():
+        print(
+            json.dumps(
+                {
+                    "open_leases": holder.open_leases,
+                    "open_reservations": holder.open_reservations,
+                    "pushed": [block_id.hex() for block_id in holder.pushed],
+                    "traceparents": holder.traceparents,
+                }
+            ),
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--transport", required=True)
+    parser.add_argument("--blocks", type=int, default=64)
+    parser.add_argument("--block-bytes", type=int, default=192 * 1024)
+    parser.add_argument("--secret", default=SECRET)
+    parser.add_argument("--hang", action="store_true")
+    configure_logging("holder", "holder", "WARNING")
+    asyncio.run(serve(parser.parse_args()))
+    # UCX's own teardown at interpreter exit can hang.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
