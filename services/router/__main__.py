@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings.service, instance, level=settings.log_level, metrics_listen=settings.metrics_listen
         )
         with telemetry as metrics_address:
-            asyncio.run(_serve(settings, metrics_address))
+            asyncio.run(_run(settings, metrics_address))
     except ConfigurationError as error:
         return exit_on_configuration_error(error)
     except RuntimeError as error:
@@ -51,68 +51,76 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _serve(settings: RouterSettings, metrics_address: str) -> None:
-    stop = stop_event()
-    secret = load_mesh_secret(settings)
-    client, health = connect_redis(settings.redis_url), RedisHealth()
-    decisions = Decisions(
-        PlacementConfig(settings.policy, settings.max_queue_s),
-        health,
-        RouterMetrics(),
-        pending_timeout_s=settings.pending_timeout_s,
-    )
-    _observe(decisions)
-    registry = RegistryWatcher(client, health=health)
-    follower = IndexFollower(client, decisions.replica, health=health)
-    watcher = WorkerWatcher(decisions.table, secret, decisions.holders.changed)
-    registry.subscribe(lambda change: _registry_changed(change, decisions, watcher))
-    feed = ModelsFeed(decisions.table)
-    server = MeshServer(settings.listen, secret=secret)
-    server.add(
-        router_pb2_grpc.add_RouterServicer_to_server,
-        RouterService(decisions, feed),
-        router_pb2.DESCRIPTOR.services_by_name["Router"].full_name,
-    )
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(part.run()) for part in (registry, follower, watcher, feed)]
-            await _look_around(health, registry, follower, watcher)
-            # Nobody can ask before: an answer that knows nothing yet would be a wrong one.
-            address = await server.start(settings.advertise_host)
-            await server.set_ready(True)
-            write_ready_file(settings.ready_file, address=address, metrics=metrics_address)
-            _log.info("router serves", address=address, metrics=metrics_address, policy=settings.policy)
-            await stop.wait()
-            await server.set_ready(False)
-            await server.stop(min(settings.drain_deadline_s, _LEAVE_S))
-            for task in tasks:
-                task.cancel()
-    except ExceptionGroup as failures:
-        taken = failures.subgroup(RuntimeError)
-        raise (taken.exceptions[0] if taken else failures) from failures
-    finally:
-        await client.aclose()
-    _log.info("router stopped")
+class _Router:
+    """The parts of a router process, wired."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        secret = load_mesh_secret(settings)
+        self._settings = settings
+        self._client, self._health = connect_redis(settings.redis_url), RedisHealth()
+        config = PlacementConfig(settings.policy, settings.max_queue_s)
+        self.decisions = Decisions(config, self._health, RouterMetrics(), pending_timeout_s=settings.pending_timeout_s)
+        self._registry = RegistryWatcher(self._client, health=self._health)
+        self._follower = IndexFollower(self._client, self.decisions.replica, health=self._health)
+        self._watcher = WorkerWatcher(self.decisions.table, secret, self.decisions.holders.changed)
+        self._registry.subscribe(self._registry_changed)
+        self._feed = ModelsFeed(self.decisions.table)
+        self._server = MeshServer(settings.listen, secret=secret)
+        self._server.add(
+            router_pb2_grpc.add_RouterServicer_to_server,
+            RouterService(self.decisions, self._feed),
+            router_pb2.DESCRIPTOR.services_by_name["Router"].full_name,
+        )
+
+    async def run(self, metrics_address: str, stop: asyncio.Event) -> None:
+        """Serve until `stop`. Raises RuntimeError when the address is taken."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                parts = (self._registry, self._follower, self._watcher, self._feed)
+                tasks = [group.create_task(part.run()) for part in parts]
+                await self._serve(metrics_address, stop)
+                for task in tasks:
+                    task.cancel()
+        except ExceptionGroup as failures:
+            taken = failures.subgroup(RuntimeError)
+            raise (taken.exceptions[0] if taken else failures) from failures
+        finally:
+            await self._client.aclose()
+
+    async def _serve(self, metrics_address: str, stop: asyncio.Event) -> None:
+        # Nobody can ask before: an answer that knows nothing yet would be a wrong one.
+        await self._look_around()
+        settings = self._settings
+        address = await self._server.start(settings.advertise_host)
+        await self._server.set_ready(True)
+        write_ready_file(settings.ready_file, address=address, metrics=metrics_address)
+        _log.info("router serves", address=address, metrics=metrics_address, policy=settings.policy)
+        await stop.wait()
+        await self._server.set_ready(False)
+        await self._server.stop(min(settings.drain_deadline_s, _LEAVE_S))
+        _log.info("router stopped")
+
+    async def _look_around(self) -> None:
+        """Until registry, index and workers are known, or Redis has been tried in vain."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_TRY_S):
+                await self._health.tried.wait()
+                if self._health.connected:
+                    await self._registry.synced.wait()
+                    await self._follower.synced.wait()
+        await self._watcher.tried(_FIRST_REPORTS_S)
+
+    def _registry_changed(self, change: RegistryChange) -> None:
+        if change.record.kind == "worker":
+            self._watcher.registry_changed(change)
+        else:
+            self.decisions.set_kvstore(change.record, gone=change.gone)
 
 
-def _registry_changed(change: RegistryChange, decisions: Decisions, watcher: WorkerWatcher) -> None:
-    if change.record.kind == "worker":
-        watcher.registry_changed(change)
-    else:
-        decisions.set_kvstore(change.record, gone=change.gone)
-
-
-async def _look_around(
-    health: RedisHealth, registry: RegistryWatcher, follower: IndexFollower, watcher: WorkerWatcher
-) -> None:
-    """Until registry, index and workers are known, or Redis has been tried in vain."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_FIRST_TRY_S):
-            await health.tried.wait()
-            if health.connected:
-                await registry.synced.wait()
-                await follower.synced.wait()
-    await watcher.tried(_FIRST_REPORTS_S)
+async def _run(settings: RouterSettings, metrics_address: str) -> None:
+    router = _Router(settings)
+    _observe(router.decisions)
+    await router.run(metrics_address, stop_event())
 
 
 def _observe(decisions: Decisions) -> None:
