@@ -58,8 +58,12 @@ class HttpLoad:
         ).encode()
         reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
         start = time.perf_counter()
-        writer.write(self._head + str(len(body)).encode() + b"\r\n\r\n" + body)
-        timing = await _read_stream(reader, start)
+        try:
+            writer.write(self._head + str(len(body)).encode() + b"\r\n\r\n" + body)
+            timing = await _read_stream(reader, start)
+        except BaseException:
+            writer.close()
+            raise
         self._idle.append((reader, writer))
         return timing
 
