@@ -43,6 +43,14 @@ class PacedWorker(WorkerServicer):
         yield WorkerGenerateResponse(finish=WorkerChoiceFinish(choice=0, reason=FINISH_REASON_LENGTH))
         yield WorkerGenerateResponse(completed=Completed(usage=Usage(output_tokens=request.max_tokens)))
 
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WorkerReport]:
+        """One report."""
+        yield worker_pb2.WorkerReport()
+
+    async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
+        """Nothing to drain."""
+        return worker_pb2.DrainResponse()
+
 
 class GrantingRouter(RouterServicer):
     """Grants every ask to one worker."""

@@ -35,6 +35,7 @@ from services.common.security import MeshSecret
 from services.gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, Overloaded, WorkerFailed
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pulse import Pulse
+from services.gateway.request import PromptPlan
 from services.gateway.router_client import RouterClient
 from services.gateway.worker_channels import WorkerChannels
 
@@ -67,13 +68,11 @@ class PlacementJob:
     tenant: str
     model: str
     model_digest: bytes
-    prompt_token_ids: list[int]
+    prompt: PromptPlan
     block_root: bytes
-    block_ids: bytes
     owner_digest: bytes
     sampling: SamplingParams
     num_choices: int
-    max_tokens: int
     stop_token_ids: tuple[int, ...]
     priority: int
     deadline_at_s: float
@@ -183,10 +182,10 @@ class PlacedStream:
             request_id=job.request_id,
             attempt=self._attempt,
             model=job.model,
-            block_ids=job.block_ids,
+            block_ids=job.prompt.block_ids,
             model_digest=job.model_digest,
-            prompt_tokens=len(job.prompt_token_ids),
-            max_output_tokens=job.max_tokens * job.num_choices,
+            prompt_tokens=job.prompt.num_tokens,
+            max_output_tokens=job.prompt.max_tokens * job.num_choices,
             num_choices=job.num_choices,
             priority=job.priority,  # type: ignore[arg-type]
             tenant=job.tenant,
@@ -196,22 +195,23 @@ class PlacedStream:
 
     def _worker_request(self, grant: Grant) -> WorkerGenerateRequest:
         job = self.job
-        return WorkerGenerateRequest(
+        request = WorkerGenerateRequest.FromString(job.prompt.message)
+        rest = WorkerGenerateRequest(
             request_id=job.request_id,
             attempt=self._attempt,
             model_digest=job.model_digest,
-            prompt_token_ids=job.prompt_token_ids,
             block_root=job.block_root,
-            prompt_block_ids=job.block_ids,
             owner_digest=job.owner_digest,
             sampling=job.sampling,
             num_choices=job.num_choices,
-            max_tokens=job.max_tokens,
+            max_tokens=job.prompt.max_tokens,
             stop_token_ids=job.stop_token_ids,
             pull_plan=grant.pull_plan,
             priority=job.priority,  # type: ignore[arg-type]
             expected_local_blocks=grant.local_blocks,
         )
+        request.MergeFrom(rest)
+        return request
 
     def _on_status(self, code: grpc.StatusCode, details: str) -> None:
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:

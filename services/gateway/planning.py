@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
 from services.common.blocks import BlockId, block_root, cache_namespace, chain_block_ids, join_ids
 from services.gateway.errors import ContextLengthExceeded, InvalidRequest
@@ -52,12 +53,7 @@ def make_plan(
         model_digest=view.digest,
         block_root=root,
         prompts=[
-            PromptPlan(
-                token_ids=ids,
-                block_ids=_block_ids(block_key, root, ids, view),
-                max_tokens=budget,
-                echo=_echo(request, i, ids, text),
-            )
+            _prompt_plan(ids, _block_ids(block_key, root, ids, view), budget, _echo(request, i, ids, text))
             for i, (ids, budget) in enumerate(zip(tokens, budgets, strict=True))
         ],
         sampling=request.sampling,
@@ -66,6 +62,11 @@ def make_plan(
         stop_token_ids=tuple(sorted({*request.stop_token_ids, *eos})),
         priority=request.priority,
     )
+
+
+def _prompt_plan(ids: list[int], block_ids: bytes, max_tokens: int, echo: str) -> PromptPlan:
+    message = WorkerGenerateRequest(prompt_token_ids=ids, prompt_block_ids=block_ids).SerializeToString()
+    return PromptPlan(message=message, num_tokens=len(ids), block_ids=block_ids, max_tokens=max_tokens, echo=echo)
 
 
 def _prompts(request: GenerationRequest) -> list[str | list[int] | list[dict[str, str]]]:

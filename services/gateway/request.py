@@ -53,9 +53,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, ready for a worker. echo: its text where the answer repeats it."""
+    """One prompt, ready for a worker. echo: its text where the answer repeats it.
 
-    token_ids: list[int]
+    message: a serialized WorkerGenerateRequest of prompt_token_ids and prompt_block_ids alone. A helper process makes
+    it; reading it here is one pass in C, where a list of a megabyte's tokens would hold up the event loop.
+    """
+
+    message: bytes
+    num_tokens: int
     block_ids: bytes
     max_tokens: int
     echo: str = ""
@@ -77,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
+        return sum(prompt.num_tokens for prompt in self.prompts)
 
 
 def check_request(request: GenerationRequest) -> None:

@@ -81,7 +81,8 @@ class InferenceService(InferenceServicer):
             chat = _chat(request.chat) if request.HasField("chat") else None
             if chat == [] or (chat is None and not request.HasField("text")):
                 raise InvalidRequest("text or chat must be given", "prompt")
-            return TokenizeResponse(token_ids=await self._core.pool.call(_tokenize, request.model, request.text, chat))
+            encoded: bytes = await self._core.pool.call(_tokenize, request.model, request.text, chat)
+            return TokenizeResponse.FromString(encoded)
         except Exception as error:
             await abort(context, as_gateway_error(error))
 
@@ -163,7 +164,8 @@ def _message(event: Event, with_text: bool) -> GenerateResponse:
     return GenerateResponse(finish=ChoiceFinish(choice=event.index, reason=reason, stop_string=event.stop_string))
 
 
-def _tokenize(model: str, text: str, chat: list[dict[str, str]] | None) -> list[int]:
-    """Runs in a helper process."""
+def _tokenize(model: str, text: str, chat: list[dict[str, str]] | None) -> bytes:
+    """Runs in a helper process; the serialized TokenizeResponse."""
     known = helper().texts[model]
-    return known.encode_chat(chat) if chat is not None else known.encode_text(text)
+    ids = known.encode_chat(chat) if chat is not None else known.encode_text(text)
+    return TokenizeResponse(token_ids=ids).SerializeToString()
