@@ -105,12 +105,20 @@ class Supervisor:
                 children = [child for child in self._children if child.spec.kind == kind]
                 if kind == "envoy":
                     await self._drain(hurry, [child.spec for child in children if child.ready.is_set()])
-                for child in children:
-                    child.request_stop(STOP_DEADLINE_S)
-                await asyncio.gather(*(child.wait_ended() for child in children))
+                await self._stop_kind(children)
         finally:
             hurry.cancel()
             await asyncio.gather(*self._runs, return_exceptions=True)
+
+    async def _stop_kind(self, children: list[Child]) -> None:
+        running = [child for child in children if child.pid is not None]
+        start = time.monotonic()
+        for child in children:
+            child.request_stop(STOP_DEADLINE_S)
+        await asyncio.gather(*(child.wait_ended() for child in children))
+        if running:
+            names = ", ".join(child.spec.name for child in running)
+            self._report(f"{names} stopped ({time.monotonic() - start:.1f} s)")
 
     async def _drain(self, hurry: asyncio.Task[None], envoys: list[ProcessSpec]) -> None:
         for envoy in envoys:
