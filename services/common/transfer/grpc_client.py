@@ -1,6 +1,7 @@
 """The client's side of the gRPC transport. Payloads are copied out of messages into the buffers.
 
-gRPC's own keepalive is too slow to notice a stopped peer within a second, so health checks run beside each operation.
+gRPC's own keepalive is too slow to notice a stopped peer within a second, so health checks run beside an operation
+whenever its peer has sent nothing for a heartbeat.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class GrpcTransport:
         self._secret = secret
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._in_use: dict[str, int] = {}
+        self._heard: dict[str, _Heard] = {}
 
     async def pull(
         self, peer: PeerAddress, request: PullRequest, buffers: Sequence[memoryview], on_block: OnBlock
@@ -108,7 +110,7 @@ class GrpcTransport:
             raise PeerLost("the peer has no gRPC address")
         channel = await self._channel(peer.grpc_address)
         self._in_use[peer.grpc_address] = self._in_use.get(peer.grpc_address, 0) + 1
-        heard = _Heard()
+        heard = self._heard.setdefault(peer.grpc_address, _Heard())
         try:
             async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
                 probing = group.create_task(_probe(channel, heard))
@@ -121,7 +123,7 @@ class GrpcTransport:
         finally:
             self._in_use[peer.grpc_address] -= 1
             if not self._in_use[peer.grpc_address]:
-                del self._in_use[peer.grpc_address]
+                del self._in_use[peer.grpc_address], self._heard[peer.grpc_address]
 
     async def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
@@ -133,7 +135,7 @@ class GrpcTransport:
 
 
 class _Heard:
-    """Counts signs of life."""
+    """Counts signs of life of one peer, whichever operation saw them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -147,12 +149,15 @@ async def _probe(channel: grpc.aio.Channel, heard: _Heard) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
     while True:
         before = heard.count
+        await asyncio.sleep(HEARTBEAT_S)
+        if heard.count != before:
+            continue
         try:
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
+            heard.mark()
         except grpc.aio.AioRpcError as error:
             if heard.count == before:
                 raise PeerLost(f"the peer is silent ({error.code().name})") from None
-        await asyncio.sleep(HEARTBEAT_S)
 
 
 def _translated(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -163,6 +168,8 @@ def _translated(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def _transfer_error(error: BaseException) -> BaseException:
+    if isinstance(error, grpc.aio.UsageError):
+        return PeerLost("the channel is closed")
     if not isinstance(error, grpc.aio.AioRpcError):
         return error
     detail = f"{error.code().name}: {error.details()}"
