@@ -33,6 +33,4 @@ def payload(block_id: BlockId, block_bytes: int) -> bytes:
 def header(ids: list[BlockId], index: int, data: bytes) -> bytes:
     """The header of block `index` of a chain."""
     parent = ids[index - 1] if index else UNKNOWN_PARENT
-    return make_header(
-        block_format(len(data)), ids[index], memoryview(data), parent_id=parent, starts_chain=index == 0
-    )
+    return make_header(block_format(len(data)), ids[index], memoryview(data), parent_id=parent, starts_chain=index == 0)

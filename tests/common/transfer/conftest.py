@@ -29,9 +29,7 @@ class HolderProcess:
 
     def __init__(self, transport: str, *options: str) -> None:
         command = [sys.executable, "-m", "tests.common.transfer.holder", "--transport", transport, *options]
-        self.process = subprocess.Popen(
-            command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        self.process = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             self.peer = PeerAddress(**self._line())
         except ValueError:

@@ -159,9 +159,7 @@ async def test_blocks_held_already_are_not_sent_again(transport: Transport, star
     ids = chain(5)
     data = [payload(block_id, BLOCK_BYTES) for block_id in ids]
     headers = [header(ids, i, block) for i, block in enumerate(data)]
-    result = await transport.push(
-        holder.peer, PushRequest(headers, [memoryview(block) for block in data], EPOCH, 5.0)
-    )
+    result = await transport.push(holder.peer, PushRequest(headers, [memoryview(block) for block in data], EPOCH, 5.0))
     assert result.accepted == 5
     assert holder.state()["pushed"] == [block_id.hex() for block_id in ids[3:]]
 

@@ -1,0 +1,82 @@
+"""A real kvstore process on a real Valkey."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.transfer.protocol import PeerAddress
+from tests.common.transfer.blocks import SECRET
+from tests.support.valkey import Valkey
+
+_ROOT = Path(__file__).parents[2]
+_START_DEADLINE_S = 30.0
+
+
+class KvStoreProcess:
+    """One node named "kv-1"."""
+
+    def __init__(self, folder: Path, redis_url: str, transport: str, *options: str) -> None:
+        ready = folder / "ready.json"
+        ready.unlink(missing_ok=True)
+        self._log = folder / "log"
+        flags = ["--instance", "kv-1", "--redis-url", redis_url, "--transport", transport, "--ready-file", str(ready)]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.kvstore", *flags, *options],
+                cwd=_ROOT,
+                env=os.environ | {"KVMESH_MESH_SECRET": SECRET},
+                stderr=log,
+            )
+        self.ready = self._wait(ready)
+        self.peer = PeerAddress(self.ready["pull_address"], self.ready["address"])
+
+    def log(self) -> list[dict[str, Any]]:
+        """Its log lines."""
+        return [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
+
+    def terminate(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM; returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def end(self) -> None:
+        """End it, whatever its state."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def _wait(self, ready: Path) -> dict[str, Any]:
+        deadline_s = time.monotonic() + _START_DEADLINE_S
+        while not ready.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                self.end()
+                raise RuntimeError(self._log.read_text())
+            time.sleep(0.02)
+        found: dict[str, Any] = json.loads(ready.read_text())
+        return found
+
+
+StartKvStore = Callable[..., KvStoreProcess]
+
+
+@pytest.fixture
+def start_kvstore(tmp_path: Path, valkey: Valkey) -> Iterator[StartKvStore]:
+    """Starts nodes that end with the test."""
+    started: list[KvStoreProcess] = []
+
+    def start(transport: str, *options: str) -> KvStoreProcess:
+        started.append(KvStoreProcess(tmp_path, valkey.url, transport, *options))
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.end()
