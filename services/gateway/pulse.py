@@ -1,9 +1,22 @@
-"""One timer for all streams: it notices silent workers and sends heartbeats, so that no token pays for a timer."""
+"""One timer for all streams: it notices silent workers and silent streams, so that no token pays for a timer.
+
+It also sees how far the event loop is behind, and derives the pace at which streams write.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Protocol
+
+# The pace of writes is a multiple of the loop's lag; a lag below the first is noise.
+MIN_LAG_S = 0.003
+MAX_PACE_S = 0.1
+_PACE_PER_LAG = 4.0
+
+
+def pace_of(lag_s: float) -> float:
+    """Least time between two writes of a stream when timers fire `lag_s` late."""
+    return 0.0 if lag_s < MIN_LAG_S else min(MAX_PACE_S, _PACE_PER_LAG * lag_s)
 
 
 class Pulsed(Protocol):
@@ -19,6 +32,8 @@ class Pulse:
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._members: set[Pulsed] = set()
+        self.lag_s = 0.0
+        self.pace_s = 0.0
 
     def add(self, member: Pulsed) -> None:
         """Register."""
@@ -35,7 +50,10 @@ class Pulse:
         """Beat until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
+            due_s = loop.time() + self._interval_s
             await asyncio.sleep(self._interval_s)
             now_s = loop.time()
+            self.lag_s += (max(0.0, now_s - due_s) - self.lag_s) / 4
+            self.pace_s = pace_of(self.lag_s)
             for member in list(self._members):
                 member.pulse(now_s)

@@ -30,7 +30,7 @@ from services.gateway.text.pool import Preparer, TextPool
 from services.gateway.text.text_model import load_text_model
 from services.gateway.worker_channels import WorkerChannels
 
-_PULSE_S = 0.5
+_PULSE_S = 0.02
 _DRAIN_POLL_S = 0.05
 _log = structlog.get_logger("gateway")
 

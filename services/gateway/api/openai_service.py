@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,10 +13,9 @@ from kvmesh.v1.openai_pb2 import GetModelRequest
 from kvmesh.v1.openai_pb2_grpc import OpenAIServicer
 
 from services.gateway.api.edge import Context, abort, as_gateway_error, metadata_of, on_end, send_headers
+from services.gateway.api.event_outlet import EventOutlet
 from services.gateway.api.openai_parse import CHAT, COMPLETIONS
 from services.gateway.api.openai_render import (
-    COMMENT,
-    EVENT_STREAM,
     JSON,
     Reply,
     StreamRenderer,
@@ -93,8 +91,7 @@ class OpenAIService(OpenAIServicer):
             if not reply_format.stream:
                 yield HttpBody(content_type=JSON, data=await _whole(session, generation, WholeRenderer(reply), context))
             else:
-                async for message in self._stream(session, generation, StreamRenderer(reply), context):
-                    yield message
+                await self._stream(session, generation, StreamRenderer(reply), context)
             session.close(OK)
         except Exception as error:
             known = as_gateway_error(error)
@@ -104,23 +101,25 @@ class OpenAIService(OpenAIServicer):
 
     async def _stream(
         self, session: Session, generation: Generation, renderer: StreamRenderer, context: Context
-    ) -> AsyncIterator[HttpBody]:
+    ) -> None:
+        """Write the events; errors after the first one end in an error event."""
         events = await generation.read()
         accepted = events[0]
         assert isinstance(accepted, Accepted)
         await send_headers(context, session, accepted.worker_id, accepted.cached_tokens)
-        yield HttpBody(content_type=EVENT_STREAM, data=renderer.opening())
-        heartbeat = _Heartbeat(context, self._heartbeat_s)
         pulse = self._core.placement.pulse
-        pulse.add(heartbeat)
+        outlet = EventOutlet(context, pulse, heartbeat_s=self._heartbeat_s)
+        await outlet.flush(renderer.opening())
+        pulse.add(outlet)
         try:
             while events:
                 data = _render(events, renderer)
                 if data:
+                    if session.first_output_s:
+                        await outlet.send(data)
+                    else:
+                        await outlet.flush(data)
                     session.output_seen()
-                    await heartbeat.pause()
-                    yield HttpBody(content_type=EVENT_STREAM, data=data)
-                    heartbeat.resume()
                 events = await generation.read()
             ending = renderer.ending(generation.usage())
         except Exception as error:
@@ -128,9 +127,8 @@ class OpenAIService(OpenAIServicer):
             session.fail(known)
             ending = error_event(known)
         finally:
-            pulse.discard(heartbeat)
-        await heartbeat.pause()
-        yield HttpBody(content_type=EVENT_STREAM, data=ending)
+            pulse.discard(outlet)
+        await outlet.flush(ending)
 
 
 def _render(events: list[Event], renderer: StreamRenderer) -> bytes:
@@ -157,41 +155,6 @@ async def _whole(session: Session, generation: Generation, renderer: WholeRender
                 headers_sent = True
                 await send_headers(context, session, event.worker_id, event.cached_tokens)
     return renderer.body(generation.usage())
-
-
-class _Heartbeat:
-    """Sends a comment on a stream that has been silent; never while another message is being sent."""
-
-    def __init__(self, context: Context, interval_s: float) -> None:
-        self._context = context
-        self._interval_s = interval_s
-        self._loop = asyncio.get_running_loop()
-        self._last_s = self._loop.time()
-        self._paused = False
-        self._beat: asyncio.Task[None] | None = None
-
-    def pulse(self, now_s: float) -> None:
-        """Begin a comment when it is time."""
-        if not self._paused and self._beat is None and now_s - self._last_s >= self._interval_s:
-            self._beat = asyncio.create_task(self._send())
-
-    async def pause(self) -> None:
-        """No comments from here on; waits for one that is being sent."""
-        self._paused = True
-        if self._beat is not None:
-            await self._beat
-
-    def resume(self) -> None:
-        """Something was sent; comments are allowed again."""
-        self._last_s = self._loop.time()
-        self._paused = False
-
-    async def _send(self) -> None:
-        try:
-            await self._context.write(HttpBody(content_type=EVENT_STREAM, data=COMMENT))
-        finally:
-            self._last_s = self._loop.time()
-            self._beat = None
 
 
 def _json(value: Any) -> HttpBody:
