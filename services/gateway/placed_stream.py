@@ -164,6 +164,9 @@ class PlacedStream:
         with _tracer.start_as_current_span("route") as span:
             grant = await self.placement.router.ask(self._ask(), self.job.deadline_at_s)
             span.set_attributes({"kvmesh.worker_id": grant.worker_id, "kvmesh.attempt": self._attempt})
+        if self._closed:
+            self._tell_router(OUTCOME_CANCELLED)
+            raise asyncio.CancelledError
         self._heard_at_s = time.monotonic()
         self.route_s += self._heard_at_s - now_s
         self.worker_id, self._address = grant.worker_id, grant.worker_address
@@ -260,6 +263,9 @@ class PlacedStream:
         call.cancel()
         self.placement.pulse.discard(self)
         self.placement.channels.release(self._address, asyncio.get_running_loop().time())
+        self._tell_router(outcome, cached)
+
+    def _tell_router(self, outcome: Outcome.ValueType, cached: CachedTokens | None = None) -> None:
         self.placement.router.done(
             Done(
                 request_id=self.job.request_id,

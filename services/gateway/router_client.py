@@ -92,13 +92,24 @@ class RouterClient:
             async with asyncio.timeout(min(self._ask_timeout_s, deadline_at_s - now_s)):
                 return await pending.answer
         except TimeoutError:
+            self._give_back(pending)
             if time.monotonic() >= deadline_at_s:
                 raise DeadlineExceeded("the deadline passed before the request was placed") from None
             raise Overloaded("no router answers") from None
         except asyncio.QueueFull:
             raise Overloaded("no router answers") from None
+        except asyncio.CancelledError:
+            self._give_back(pending)
+            raise
         finally:
             del self._pending[key]
+
+    def _give_back(self, pending: _Pending) -> None:
+        """Close an attempt whose grant had come when nobody wanted it any more."""
+        answer = pending.answer
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            ask = pending.ask
+            self.done(Done(request_id=ask.request_id, attempt=ask.attempt, outcome=OUTCOME_CANCELLED))
 
     def done(self, done: Done) -> None:
         """Close an attempt; dropped and counted when the outbox is full."""

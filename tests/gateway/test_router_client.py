@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -85,3 +86,20 @@ async def test_cancelled_ask_is_forgotten_and_its_grant_given_back() -> None:
         await asyncio.sleep(0)
         task.cancel()
         await eventually(lambda: any(done.request_id == "a" for done in router.dones))
+
+
+async def test_every_grant_is_used_or_given_back_whenever_the_ask_is_cancelled() -> None:
+    router, draw = a_router(), random.Random(1)
+    async with routed(router) as client:
+        await ask(client, "warm")
+        tasks = []
+        for i in range(400):
+            tasks.append(ask(client, f"a{i}"))
+            await asyncio.sleep(0)
+            if i % 20 == 19:
+                await asyncio.sleep(draw.random() * 0.004)
+                for task in tasks[-20:]:
+                    task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        used = sum(isinstance(result, Grant) for result in results)
+        await eventually(lambda: len(router.asks) == len(router.dones) + used + 1)
