@@ -14,14 +14,18 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from services.worker.draws import DrawRow, Draws
 from services.worker.messages import PositionLogprob, Sampling
 
 MIN_LOGPROB = -9999.0
-# Candidates looked at before a row is sorted whole; a partial selection of 256 takes a twentieth of the time of a sort.
+# Best logits of a row that nearly always settle top_k and top_p; selecting them takes a twelfth of sorting the row.
 _CANDIDATES = 256
+# Bins of a row's logits by their distance from the highest; what is farther away weighs nothing in double precision.
+_NUM_BINS = 2048
+_BINNED_RANGE = 40.0
 # Below this a draw is greedy; logits divided by less would overflow.
 _MIN_TEMPERATURE = 1e-5
 _DRAW = struct.Struct("<QIQ")
@@ -36,7 +40,7 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[DrawRow]) -> Draws:
     tokens: list[int] = np.argmax(adjusted.numpy(), axis=1).tolist()
     # A NaN or an infinity anywhere in a row is what argmax finds.
     valid = torch.isfinite(adjusted[torch.arange(len(rows)), torch.tensor(tokens)]).tolist()
-    stochastic = [i for i, row in enumerate(rows) if row.sampling.temperature >= _MIN_TEMPERATURE]
+    stochastic = [i for i, row in enumerate(rows) if valid[i] and row.sampling.temperature >= _MIN_TEMPERATURE]
     if stochastic:
         picked = adjusted if len(stochastic) == len(rows) else adjusted[stochastic]
         for i, token in zip(stochastic, _draw(picked, [rows[i] for i in stochastic]), strict=True):
@@ -117,16 +121,35 @@ def _thresholds(scaled: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor |
 
 
 def _top_thresholds(scaled: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Thresholds of top_k and top_p, [rows]; rows that a partial selection does not settle are sorted whole."""
-    vocab = scaled.shape[1]
-    count = min(_CANDIDATES, vocab)
-    best = scaled.topk(count).values
-    result, settled = _cut(best, scaled, samplings)
-    unsettled = [i for i, ok in enumerate(settled) if not ok]
-    if unsettled and count < vocab:
-        ordered = scaled[unsettled].sort(descending=True).values
-        result[unsettled] = _cut(ordered, scaled[unsettled], [samplings[i] for i in unsettled])[0]
+    """Thresholds of top_k and top_p, [rows]; rows that the best few do not settle are looked at whole."""
+    count = min(_CANDIDATES, scaled.shape[1])
+    result, settled = _cut(scaled.topk(count).values, scaled, samplings)
+    for i, ok in enumerate(settled):
+        if not ok:
+            result[i] = _whole_row_threshold(scaled[i].numpy(), samplings[i])
     return result
+
+
+def _whole_row_threshold(values: npt.NDArray[np.float32], sampling: Sampling) -> float:
+    """Threshold of one row in linear time: weights are gathered by logit, and only the bin that decides is sorted."""
+    vocab = len(values)
+    highest = values.max()
+    if 0 < sampling.top_k < vocab:
+        lowest = np.partition(values, vocab - sampling.top_k)[vocab - sampling.top_k]
+        values = values[values >= lowest]
+    if sampling.top_p >= 1:
+        return float(values.min())
+    below = highest - values
+    weights = np.exp(-below, dtype=np.float64)
+    bins = np.minimum(below * (_NUM_BINS / _BINNED_RANGE), _NUM_BINS - 1).astype(np.int32)
+    cumulative = np.cumsum(np.bincount(bins, weights=weights, minlength=_NUM_BINS))
+    target = sampling.top_p * cumulative[-1]
+    decisive = int(np.searchsorted(cumulative, target))
+    before = cumulative[decisive - 1] if decisive else 0.0
+    inside = np.sort(values[bins == decisive])[::-1]
+    reached = before + np.cumsum(np.exp(inside - highest, dtype=np.float64)) >= target
+    # Rounding may leave the bin's own sum a little short; then it ends with the bin.
+    return float(inside[reached.argmax() if reached.any() else -1])
 
 
 def _cut(best: torch.Tensor, scaled: torch.Tensor, samplings: Sequence[Sampling]) -> tuple[torch.Tensor, list[bool]]:

@@ -90,12 +90,34 @@ def test_equals_the_reference_and_ignores_batch_mates(chosen: list[Sampling], se
         assert alone.logprobs[0] == together.logprobs[i]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.8), Sampling(top_p=0.999, temperature=2.0)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(top_p=0.8),
+        Sampling(top_p=0.999, temperature=2.0),
+        Sampling(top_k=20_000),
+        Sampling(top_k=3000, top_p=0.9),
+        Sampling(top_p=1e-6),
+    ],
+)
 def test_large_vocabulary_rows_do_not_depend_on_their_number(sampling: Sampling) -> None:
     logits = torch.randn(9, 49_152, generator=torch.Generator().manual_seed(3))
     rows = [row(sampling, position=i) for i in range(9)]
     together = draw_tokens(logits, rows)
     assert [draw_tokens(logits[i : i + 1], rows[i : i + 1]).tokens[0] for i in range(9)] == together.tokens
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.97), Sampling(top_k=700), Sampling(top_k=500, top_p=0.6)])
+def test_flat_distributions_equal_the_reference(sampling: Sampling) -> None:
+    logits = torch.randn(20, 2000, generator=torch.Generator().manual_seed(5))
+    rows = [row(sampling, position=i) for i in range(20)]
+    assert draw_tokens(logits, rows).tokens == [reference(logits[i], rows[i]) for i in range(20)]
+
+
+def test_equal_logits_all_stay() -> None:
+    rows = [row(Sampling(top_p=0.5), position=i) for i in range(50)]
+    assert len(set(draw_tokens(torch.zeros(50, 1000), rows).tokens)) > 40
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -126,11 +148,10 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert logprobs.top[-1][1] == MIN_LOGPROB
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_numbers_give_no_token(temperature: float) -> None:
-    logits = torch.zeros(2, 50)
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.5)])
+def test_logits_that_are_not_numbers_give_no_token(sampling: Sampling) -> None:
+    logits = torch.zeros(2, 900)
     logits[1, 20] = math.nan
-    sampling = Sampling(temperature=temperature)
     tokens = draw_tokens(logits, [row(sampling), row(sampling)]).tokens
     assert tokens[0] is not None
     assert tokens[1] is None

@@ -89,6 +89,8 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     )
     speed = measure(runner, num_blocks=spec.num_blocks, max_context=spec.max_context, vocab_size=spec.vocab_size)
     rates = Rates(speed.prefill_tokens_per_s, speed.decode_step_s)
+    # The runner's thread keeps its own number. For a draw a second thread costs more than it saves on a busy machine.
+    torch.set_num_threads(1)
     front.send(
         EngineReady(
             model_digest=spec.digest,
