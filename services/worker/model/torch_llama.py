@@ -32,7 +32,9 @@ class TorchLlama:
 
     @torch.inference_mode()
     def forward(self, batch: PagedBatch, num_threads: int) -> torch.Tensor:
-        """See Decoder; the thread count is torch's own here."""
+        """See Decoder."""
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
         x = self._weights.embedding[torch.from_numpy(batch.token_ids).long()].float()
         for index, layer in enumerate(self._weights.layers):
             x = x + self._attention(x, index, layer, batch)
