@@ -158,9 +158,10 @@ async def running_worker(folder: Path, redis_url: str, *flags: str, threads: int
     }
     command = [sys.executable, "-m", "services.worker", "--redis-url", redis_url, "--ready-file", str(ready_file)]
     pool = [] if "--num-blocks" in flags else ["--num-blocks", "256"]
+    instance = [] if "--instance" in flags else ["--instance", "w"]
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            [*command, "--instance", "w", "--threads", str(threads), *pool, *flags],
+            [*command, *instance, "--threads", str(threads), *pool, *flags],
             env={**environment, "KVMESH_MESH_SECRET": SECRET},
             stderr=stderr,
         )
