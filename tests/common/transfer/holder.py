@@ -27,12 +27,15 @@ from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
 class Holder:
     """Source of one chain, sink of anything valid."""
 
-    def __init__(self, count: int, block_bytes: int, hang: bool) -> None:
+    def __init__(self, count: int, block_bytes: int, *, hang: bool, spoil: int) -> None:
         ids = chain(count)
         self.blocks: dict[BlockId, HeldBlock] = {}
         for index, block_id in enumerate(ids):
             data = payload(block_id, block_bytes)
-            self.blocks[block_id] = HeldBlock(header(ids, index, data), memoryview(data), "ram")
+            encoded = header(ids, index, data)
+            if index == spoil:
+                data = data[:-1] + bytes([data[-1] ^ 128])
+            self.blocks[block_id] = HeldBlock(encoded, memoryview(data), "ram")
         self.pushed: dict[BlockId, bytes] = {}
         self.open_leases = 0
         self.open_reservations = 0
@@ -92,7 +95,7 @@ class Reservation:
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    holder = Holder(arguments.blocks, arguments.block_bytes, arguments.hang)
+    holder = Holder(arguments.blocks, arguments.block_bytes, hang=arguments.hang, spoil=arguments.spoil)
     secret = MeshSecret(arguments.secret)
     endpoint = TransferEndpoint(arguments.transport, secret, holder, holder, max_operation_s=10.0)
     server = MeshServer("127.0.0.1:0", secret=secret)
@@ -123,7 +126,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--block-bytes", type=int, default=192 * 1024)
     parser.add_argument("--secret", default=SECRET)
-    parser.add_argument("--hang", action="store_true")
+    parser.add_argument("--hang", action="store_true", help="never answer a pull")
+    parser.add_argument("--spoil", type=int, default=-1, help="flip a bit of this block")
     configure_logging("holder", "holder", "WARNING")
     asyncio.run(serve(parser.parse_args()))
     # UCX's own teardown at interpreter exit can hang.

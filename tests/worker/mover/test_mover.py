@@ -71,6 +71,16 @@ async def test_what_does_not_come_is_reported_and_untouched(
     await eventually(lambda: mover.counters is not None and mover.counters.verification_failures == 1)
 
 
+async def test_a_flipped_bit_ends_a_pull_before_the_block(
+    transport_name: str, start_mover: StartMover, start_holder: StartHolder
+) -> None:
+    mover, holder = await start_mover(transport_name), start_holder("--spoil", "7")
+    mover.pull(1, chain(20), list(range(20)), run_at(holder.peer, 0, 20))
+    done = await mover.done(PullDone, 1)
+    assert (done.num_blocks, done.tiers, done.error) == (7, ["ram"] * 7, "invalid checksum")
+    await eventually(lambda: mover.counters is not None and mover.counters.verification_failures == 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_a_lost_holder_ends_a_pull_within_a_second(
     transport_name: str, start_mover: StartMover, start_holder: StartHolder, number: signal.Signals

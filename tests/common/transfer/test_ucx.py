@@ -1,0 +1,122 @@
+"""What only UCX can get wrong: peers that fall silent at either end, strangers, handles that are used again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from services.common.blocks import join_ids
+from services.common.security import MeshSecret
+from services.common.transfer import wire
+from services.common.transfer.errors import PeerLost, ProtocolViolation
+from services.common.transfer.protocol import PROTOCOL_VERSION
+from services.common.transfer.ucx_client import UcxTransport
+from services.common.transfer.ucx_connection import UcxConnection
+from services.common.transfer.ucx_reactor import UcxReactor
+from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
+from tests.common.transfer.conftest import HolderProcess, StartHolder
+from tests.common.transfer.test_transports import BLOCK_BYTES, Pulled, pull
+from tests.support.waiting import eventually
+
+_KEY = MeshSecret(SECRET).pull_key
+
+
+@pytest.fixture
+def transport_name() -> str:
+    return "ucx"
+
+
+@pytest_asyncio.fixture
+async def reactor() -> AsyncIterator[UcxReactor]:
+    made = UcxReactor()
+    yield made
+    made.close()
+
+
+async def _connect(reactor: UcxReactor, holder: HolderProcess) -> UcxConnection:
+    port = int(holder.peer.pull_address.rpartition(":")[2])
+    return await UcxConnection.connect(reactor.connect("127.0.0.1", port), _KEY)
+
+
+async def test_a_silent_puller_holds_blocks_for_a_second_at_most(
+    reactor: UcxReactor, start_holder: StartHolder
+) -> None:
+    """It never starts to read, so it neither receives nor answers heartbeats."""
+    holder = start_holder("--blocks", "8")
+    connection = await _connect(reactor, holder)
+    connection.send(wire.Pull(1, join_ids(chain(8)), EPOCH, 30.0, "", ""))
+    await eventually(lambda: holder.state()["open_leases"] == 1)
+    started_s = time.monotonic()
+    await eventually(lambda: holder.state()["open_leases"] == 0)
+    assert time.monotonic() - started_s < 1.2
+    connection.fail(PeerLost("end of the test"))
+
+
+async def test_a_silent_pusher_holds_room_for_a_second_at_most(reactor: UcxReactor, start_holder: StartHolder) -> None:
+    holder = start_holder("--blocks", "0")
+    connection = await _connect(reactor, holder)
+    ids = chain(2)
+    headers = [header(ids, i, payload(block_id, BLOCK_BYTES)) for i, block_id in enumerate(ids)]
+    connection.send(wire.Offer(1, headers, EPOCH, 30.0, ""))
+    await eventually(lambda: holder.state()["open_reservations"] == 1)
+    started_s = time.monotonic()
+    await eventually(lambda: holder.state()["open_reservations"] == 0)
+    assert time.monotonic() - started_s < 1.2
+    assert holder.state()["pushed"] == []
+    connection.fail(PeerLost("end of the test"))
+
+
+async def test_connections_come_and_go(reactor: UcxReactor, start_holder: StartHolder) -> None:
+    """UCX uses the handles of closed connections again; nothing of an earlier one may reach a later one."""
+    holder = start_holder("--blocks", "4")
+    for _ in range(25):
+        transport = UcxTransport(reactor, _KEY)
+        pulled = Pulled(chain(4))
+        await pull(transport, holder.peer, pulled)
+        pulled.assert_good(4)
+        abandoned = asyncio.ensure_future(pull(transport, holder.peer, Pulled(chain(4))))
+        await asyncio.sleep(0)
+        await transport.close()
+        with pytest.raises(PeerLost):
+            await abandoned
+    await eventually(lambda: holder.state()["open_leases"] == 0)
+    assert reactor.num_pending == 0
+
+
+async def test_garbage_and_old_versions_are_turned_away(reactor: UcxReactor, start_holder: StartHolder) -> None:
+    holder = start_holder("--blocks", "1")
+    port = int(holder.peer.pull_address.rpartition(":")[2])
+    for frame in (b"\xff" * wire.FRAME_BYTES, wire.encode(wire.Hello(PROTOCOL_VERSION + 1, b"n" * 16))):
+        endpoint = reactor.connect("127.0.0.1", port)
+        await endpoint.stream_send(frame.ljust(wire.FRAME_BYTES, b"\0"))
+        answer = bytearray(wire.FRAME_BYTES)
+        try:
+            async with asyncio.timeout(2):
+                await asyncio.shield(endpoint.stream_recv(answer))
+            assert isinstance(wire.decode(answer), wire.Refused)
+        except PeerLost:
+            pass
+        endpoint.close()
+    connection = await _connect(reactor, holder)
+    failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+    connection.on_failed = failed.set_result
+    connection.start()
+    connection.send(wire.PushEnd(1, 1))
+    async with asyncio.timeout(2):
+        assert isinstance(await failed, PeerLost)
+    good = UcxTransport(reactor, _KEY)
+    pulled = Pulled(chain(1))
+    await pull(good, holder.peer, pulled)
+    pulled.assert_good(1)
+    await good.close()
+
+
+def test_control_messages_are_bounded() -> None:
+    with pytest.raises(ProtocolViolation):
+        wire.encode(wire.Pull(1, bytes(wire.MAX_CONTROL_BYTES), 0, 1.0, "", ""))
+    with pytest.raises(ProtocolViolation):
+        wire.decode(b"\x05\x00\x00\x00hello")
