@@ -206,6 +206,8 @@ class _PullOperation:
             self.outstanding += 1
             received = self._connection.endpoint.tag_recv(self._buffers[first + offset], message.tag + offset)
             received.add_done_callback(partial(self._received, first + offset))
+        if message.stop is not None:
+            self._end = wire.PullEnd(message.op, len(self._announced), message.stop)
 
     def _received(self, index: int, future: Completed) -> None:
         self.outstanding -= 1

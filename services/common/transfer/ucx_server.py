@@ -26,7 +26,6 @@ from services.common.transfer.protocol import (
     MAX_PULL_BLOCKS,
     MAX_PUSH_BLOCKS,
     STOP_CANCELLED,
-    STOP_COMPLETE,
     STOP_DEADLINE,
     STOP_GRACE_S,
     STOP_OVERLOAD,
@@ -225,8 +224,9 @@ class _ServedPull:
         stop = STOP_CANCELLED
         try:
             stop = await self._send_all(lease)
-            # The puller waits for the payloads by itself.
-            self._connection.send(wire.PullEnd(self._number, self._num_sent, stop))
+            # Sent before the payloads have gone, for which the puller waits by itself; the last blocks carry it.
+            if self._num_sent == 0 or self._num_sent < len(lease.blocks):
+                self._connection.send(wire.PullEnd(self._number, self._num_sent, stop))
         finally:
             try:
                 await settle(self._connection, list(self._sending), self._left_s())
@@ -244,15 +244,16 @@ class _ServedPull:
                 return STOP_DEADLINE
             room = (WINDOW_BYTES - self._sending_bytes) // len(blocks[self._num_sent].payload)
             if room > 0 or not self._sending:
-                self._send(blocks[self._num_sent : self._num_sent + min(BATCH_BLOCKS, max(1, room))])
+                end = min(len(blocks), self._num_sent + min(BATCH_BLOCKS, max(1, room)))
+                self._send(blocks[self._num_sent : end], lease.stop if end == len(blocks) else None)
             else:
                 await asyncio.wait(self._sending, timeout=self._left_s(), return_when=asyncio.FIRST_COMPLETED)
-        return lease.stop if len(blocks) < len(self._request.ids) else STOP_COMPLETE
+        return lease.stop
 
-    def _send(self, batch: Sequence[HeldBlock]) -> None:
+    def _send(self, batch: Sequence[HeldBlock], stop: str | None) -> None:
         tag = self._connection.take_send_tags(len(batch))
         headers, tiers = [block.header for block in batch], [block.tier for block in batch]
-        self._connection.send(wire.Blocks(self._number, self._num_sent, tag, headers, tiers))
+        self._connection.send(wire.Blocks(self._number, self._num_sent, tag, headers, tiers, stop))
         for offset, block in enumerate(batch):
             future = self._connection.endpoint.tag_send(block.payload, tag + offset)
             self._sending.add(future)

@@ -70,13 +70,17 @@ class Pull(Control, frozen=True):
 
 
 class Blocks(Control, frozen=True):
-    """The next blocks of a pull, `first` on: their payloads follow under `tag`, `tag + 1`, …"""
+    """The next blocks of a pull, `first` on: their payloads follow under `tag`, `tag + 1`, …
+
+    stop: when these are the last ones, what PullEnd would say, which is then not sent.
+    """
 
     op: int
     first: int
     tag: int
     headers: list[bytes]
     tiers: list[str]
+    stop: str | None = None
 
 
 class PullEnd(Control, frozen=True):
