@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -59,6 +60,8 @@ async def _serve(
     settings: WorkerSettings, source: ModelSource, secret: MeshSecret, worker_id: str, metrics_address: str
 ) -> int:
     stop = stop_event()
+    # Loading a model takes long; a taken port should not be found after it.
+    _check_free(settings.listen)
     async with AsyncExitStack() as stack:
         start = start_replica(settings, source, secret, worker_id=worker_id, epoch=new_epoch(), stack=stack)
         replica = await _unless_stopped(start, stop)
@@ -67,14 +70,13 @@ async def _serve(
         server = _Server(settings, secret, replica, metrics_address)
         await server.start()
         stack.push_async_callback(server.stop)
+        status = 0
         try:
             await server.run_until(stop)
         except* ChildDied as died:
             _log.error("the replica is gone", reason=str(died.exceptions[0]))
-            return_status = 1
-        else:
-            return_status = 0
-    return return_status
+            status = 1
+    return status
 
 
 class _Server:
@@ -100,7 +102,10 @@ class _Server:
             child_silence_s=settings.child_silence_s,
         )
         self._service = WorkerService(
-            self._front, identity_proto(replica, settings), default_deadline_s=settings.default_deadline_s
+            self._front,
+            identity_proto(replica, settings),
+            default_deadline_s=settings.default_deadline_s,
+            drain=self._stop_admitting,
         )
         self._grpc = MeshServer(settings.listen, secret=secret)
         name = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
@@ -168,16 +173,32 @@ class _Server:
             decode_step_ms=round(ready.decode_step_s * 1000, 1),
         )
 
-    async def _drain(self) -> None:
-        _log.info("draining", open_requests=len(self._front.streams))
+    async def _stop_admitting(self) -> None:
         await self._grpc.set_ready(False)
         self._front.drain()
+
+    async def _drain(self) -> None:
+        _log.info("draining", open_requests=len(self._front.streams))
+        await self._stop_admitting()
         try:
             async with asyncio.timeout(self._settings.drain_deadline_s):
                 await self._front.streams.wait_empty()
         except TimeoutError:
             _log.warning("drain deadline passed", open_requests=len(self._front.streams))
             self._front.streams.fail_all("UNAVAILABLE", "the worker is shutting down")
+
+
+def _check_free(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_server((host.strip("[]"), int(port)), family=_family(host)):
+            pass
+    except (OSError, ValueError) as error:
+        raise StartFailed(f"cannot listen on {address}: {error}") from None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 async def _unless_stopped(start: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:

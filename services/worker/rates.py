@@ -9,8 +9,9 @@ from services.worker.messages import HolderRun
 # Weight of the newest observation: a change of speed shows within ten steps, one slow step moves it by a fifth.
 _WEIGHT = 0.2
 # Steps with fewer prefill tokens say little about the speed of prefill.
-_MIN_PREFILL_TOKENS = 64
-_MIN_STEP_TOKENS = 16
+_MIN_OBSERVED_TOKENS = 32
+# Larger than what is observed, or a rate that has fallen so far would never be learned anew.
+_MIN_STEP_TOKENS = 64
 
 
 class Rates:
@@ -24,7 +25,7 @@ class Rates:
 
     def observe_step(self, *, prefill_tokens: int, decode_rows: int, step_s: float) -> None:
         """One step that has run. Decode rows in it cost about what prefill tokens do."""
-        if prefill_tokens >= _MIN_PREFILL_TOKENS:
+        if prefill_tokens >= _MIN_OBSERVED_TOKENS:
             rate = (prefill_tokens + decode_rows) / max(step_s, 1e-6)
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, rate)
         elif not prefill_tokens and decode_rows:
@@ -41,7 +42,7 @@ class Rates:
 
     def token_budget(self, most: int, target_step_s: float) -> int:
         """Tokens of a step that is to take `target_step_s`, at most `most`."""
-        return max(_MIN_STEP_TOKENS, min(most, int(self.prefill_tokens_per_s * target_step_s)))
+        return min(most, max(_MIN_STEP_TOKENS, int(self.prefill_tokens_per_s * target_step_s)))
 
 
 def _mean(old: float, new: float) -> float:

@@ -24,6 +24,8 @@ from services.worker.block_pool import BlockPool
 from services.worker.errors import QueueFull, Refused
 from services.worker.sequence import Request, Sequence, Status, blocks_for
 
+MIN_PREFILL_TOKENS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -113,12 +115,13 @@ class Scheduler:
         return request
 
     def schedule(self, token_budget: int, now: float) -> list[Chunk]:
-        """The next step's chunks; empty when nothing can be computed. Decoding sequences may exceed the budget."""
+        """The next step's chunks; empty when nothing can be computed. Decodes and MIN_PREFILL_TOKENS are always in."""
         chunks: list[Chunk] = []
         for sequence in tuple(self._running):
             if sequence.status is Status.RUNNING and sequence.num_missing == 1 and self._ensure_slot(sequence):
                 chunks.append(Chunk(sequence, sequence.num_computed, 1, draws=True))
-        budget = token_budget - len(chunks)
+        # However many decode, prefills go on, or the first long answers would shut out everybody else.
+        budget = max(token_budget - len(chunks), min(token_budget, MIN_PREFILL_TOKENS))
         for sequence in self._prefills(now):
             if budget <= 0:
                 break

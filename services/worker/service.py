@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import groupby
 
 import grpc
@@ -35,8 +35,17 @@ _DrainContext = grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.Dra
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Generate, Watch and Drain of one replica."""
 
-    def __init__(self, front: Front, identity: worker_pb2.WorkerIdentity, *, default_deadline_s: float) -> None:
+    def __init__(
+        self,
+        front: Front,
+        identity: worker_pb2.WorkerIdentity,
+        *,
+        default_deadline_s: float,
+        drain: Callable[[], Awaitable[None]],
+    ) -> None:
+        """drain: stops admissions and turns readiness off."""
         self._front = front
+        self._drain = drain
         self._identity = identity
         self._default_deadline_s = default_deadline_s
         self._closing = asyncio.Event()
@@ -92,7 +101,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: _DrainContext) -> worker_pb2.DrainResponse:
         """Stop admitting."""
-        self._front.drain()
+        await self._drain()
         return worker_pb2.DrainResponse()
 
     def _submit(self, request: worker_pb2.WorkerGenerateRequest, deadline_s: float) -> RequestStream:
