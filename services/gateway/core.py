@@ -13,6 +13,7 @@ import msgspec
 from kvmesh.v1.common_pb2 import SamplingParams
 from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext
 from structlog.contextvars import bind_contextvars
 
 from services.common.blocks import owner_digest
@@ -60,7 +61,7 @@ class Core:
             tenant = self.tenant(metadata)
             self.admission.enter(tenant.name)
         request_id = self._claim_id(wanted_id or metadata.get(REQUEST_ID_METADATA, ""))
-        span = _tracer.start_span(api, attributes={"gen_ai.operation.name": api, "kvmesh.request_id": request_id})
+        span = _request_span(api, request_id)
         # Each RPC runs in a task of its own, so what is attached here ends with the call.
         otel_context.attach(trace.set_span_in_context(span))
         bind_contextvars(request_id=request_id)
@@ -163,6 +164,15 @@ def check_request_id(request_id: str) -> None:
     """Raise InvalidRequest for an id that the native API does not allow."""
     if len(request_id) > _MAX_REQUEST_ID or not (request_id.isascii() and (request_id.isprintable() or not request_id)):
         raise InvalidRequest(f"request_id must be at most {_MAX_REQUEST_ID} printable ASCII characters", "request_id")
+
+
+def _request_span(api: str, request_id: str) -> Span:
+    """The request's span. Without a tracer and a caller's trace it records nothing, yet has ids to join logs by."""
+    span = _tracer.start_span(api, attributes={"gen_ai.operation.name": api, "kvmesh.request_id": request_id})
+    if span.get_span_context().is_valid:
+        return span
+    ids = SpanContext(random.getrandbits(128) or 1, random.getrandbits(64) or 1, is_remote=False)
+    return NonRecordingSpan(ids)
 
 
 def _seeded(plan: Plan) -> Plan:

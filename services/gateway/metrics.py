@@ -12,12 +12,8 @@ class GatewayMetrics:
     """The instruments."""
 
     def __init__(self, inflight: Callable[[], int]) -> None:
-        meter = metrics.get_meter("kvmesh.gateway")
-
-        def observe(_options: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(inflight())]
-
-        meter.create_observable_gauge("kvmesh_gateway_inflight_requests", [observe])
+        meter = self._meter = metrics.get_meter("kvmesh.gateway")
+        meter.create_observable_gauge("kvmesh_gateway_inflight_requests", [_observer(inflight)])
         self._requests = meter.create_counter("kvmesh_gateway_requests")
         self._retries = meter.create_counter("kvmesh_gateway_retries")
         self._prepare = meter.create_histogram("kvmesh_gateway_prepare_seconds", unit="s")
@@ -25,6 +21,10 @@ class GatewayMetrics:
         self._ttft = meter.create_histogram("kvmesh_ttft_seconds", unit="s")
         self._tpot = meter.create_histogram("kvmesh_tpot_seconds", unit="s")
         self._output_tokens = meter.create_counter("kvmesh_gateway_output_tokens")
+
+    def observe_total(self, name: str, read: Callable[[], int]) -> None:
+        """A counter that somebody else keeps."""
+        self._meter.create_observable_counter(name, [_observer(read)])
 
     def count_retry(self, reason: str) -> None:
         """An attempt was given up and another is asked for, or the request fails."""
@@ -48,3 +48,10 @@ class GatewayMetrics:
             self._ttft.record(ttft_s, attributes)
         if tpot_s is not None:
             self._tpot.record(tpot_s, attributes)
+
+
+def _observer(read: Callable[[], int]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    def observe(_options: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(read())]
+
+    return observe

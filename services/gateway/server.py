@@ -52,17 +52,21 @@ class GatewayServer:
             settings.routers, secret, ask_timeout_s=settings.ask_timeout_s, silence_s=settings.router_silence_s
         )
         self.channels = WorkerChannels()
+        pool = TextPool(
+            sources,
+            Preparer(texts, key),
+            block_key=key,
+            processes=settings.text_processes,
+            timeout_s=settings.prepare_timeout_s,
+        )
+        metrics.observe_total("kvmesh_gateway_router_failovers", lambda: self.router.failovers)
+        metrics.observe_total("kvmesh_gateway_dropped_dones", lambda: self.router.dropped_dones)
+        metrics.observe_total("kvmesh_gateway_text_pool_losses", lambda: pool.losses)
         self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4))
         self.core = Core(
             keys=KeyRing(settings.keys_file),
             catalog=ModelCatalog(texts.values()),
-            pool=TextPool(
-                sources,
-                Preparer(texts, key),
-                block_key=key,
-                processes=settings.text_processes,
-                timeout_s=settings.prepare_timeout_s,
-            ),
+            pool=pool,
             admission=admission,
             placement=Placement(
                 router=self.router,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 
 import structlog
@@ -68,25 +68,18 @@ class Session:
         self.span.end()
 
     def _record(self, code: str, error: str) -> None:
-        usage = self.generation.usage() if self.generation is not None else None
-        prompt_tokens = self.plan.prompt_tokens if self.plan is not None else 0
-        output_tokens = usage.output_tokens if usage is not None else 0
-        cached = usage.cached if usage is not None else None
-        cached_tokens = cached.local + cached.peer + cached.ram + cached.ssd if cached is not None else 0
-        route_s = self.generation.route_s if self.generation is not None else 0.0
-        ttft_s = self.first_output_s - self.started_s if self.first_output_s else None
-        spread_s = self.last_output_s - self.first_output_s
-        per_choice = output_tokens / (len(self.plan.prompts) * self.plan.num_choices) if self.plan is not None else 0
-        tpot_s = spread_s / (per_choice - 1) if ttft_s is not None and per_choice > 1 and spread_s > 0 else None
-        self.metrics.record_request(api=self.api, model=self.model, code=code, output_tokens=output_tokens)
+        figures = self._figures()
+        self.metrics.record_request(api=self.api, model=self.model, code=code, output_tokens=figures.output_tokens)
         if self.generation is not None:
-            self.metrics.record_timings(model=self.model, queue_s=route_s, ttft_s=ttft_s, tpot_s=tpot_s)
+            self.metrics.record_timings(
+                model=self.model, queue_s=figures.route_s, ttft_s=figures.ttft_s, tpot_s=figures.tpot_s
+            )
         self.span.set_attributes(
             {
-                "gen_ai.usage.input_tokens": prompt_tokens,
-                "gen_ai.usage.output_tokens": output_tokens,
-                "gen_ai.server.time_to_first_token": ttft_s or 0.0,
-                "kvmesh.cached_tokens": cached_tokens,
+                "gen_ai.usage.input_tokens": figures.prompt_tokens,
+                "gen_ai.usage.output_tokens": figures.output_tokens,
+                "gen_ai.server.time_to_first_token": figures.ttft_s or 0.0,
+                "kvmesh.cached_tokens": figures.cached_tokens,
                 "rpc.grpc.status": code,
             }
         )
@@ -100,15 +93,43 @@ class Session:
             code=code,
             error=error,
             worker_id=self.generation.worker_id if self.generation is not None else "",
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            output_tokens=output_tokens,
             prepare_s=round(self.prepare_s, 6),
-            route_s=round(route_s, 6),
-            ttft_s=None if ttft_s is None else round(ttft_s, 6),
-            tpot_s=None if tpot_s is None else round(tpot_s, 6),
             total_s=round(time.monotonic() - self.started_s, 6),
+            **figures.rounded(),
         )
+
+    def _figures(self) -> _Figures:
+        if self.plan is None or self.generation is None:
+            return _Figures(prompt_tokens=self.plan.prompt_tokens if self.plan is not None else 0)
+        usage = self.generation.usage()
+        cached = usage.cached
+        ttft_s = self.first_output_s - self.started_s if self.first_output_s else None
+        spread_s = self.last_output_s - self.first_output_s
+        further_tokens = usage.output_tokens / (len(self.plan.prompts) * self.plan.num_choices) - 1
+        return _Figures(
+            prompt_tokens=self.plan.prompt_tokens,
+            cached_tokens=cached.local + cached.peer + cached.ram + cached.ssd,
+            output_tokens=usage.output_tokens,
+            route_s=self.generation.route_s,
+            ttft_s=ttft_s,
+            tpot_s=spread_s / further_tokens if ttft_s is not None and further_tokens > 0 and spread_s > 0 else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Lengths and timings of a request; None where there were too few tokens."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    route_s: float = 0.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def rounded(self) -> dict[str, float | None]:
+        """For the access log."""
+        return {name: value if value is None else round(value, 6) for name, value in asdict(self).items()}
 
 
 def _pseudonym(end_user: str) -> str:

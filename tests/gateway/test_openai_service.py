@@ -52,11 +52,21 @@ async def test_chat_answers_with_text_usage_and_headers(mesh: Mesh) -> None:
     assert headers["x-request-id"] == "abc-1"
     assert headers["x-kvmesh-worker"] == "w0"
     assert headers["x-kvmesh-cached-tokens"] == "16"
+    assert len(headers["traceparent"].split("-")) == 4
+    assert mesh.workers[0].metadata[0]["traceparent"] == headers["traceparent"]
     await eventually(lambda: len(mesh.router.dones) == 1)
     done = mesh.router.dones[0]
     assert (done.request_id, done.attempt, done.outcome, done.output_tokens) == ("abc-1", 1, OUTCOME_OK, tokens)
     assert done.ttft_s > 0
     assert done.cached.local == 16
+
+
+async def test_a_callers_trace_goes_on(mesh: Mesh) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    body = {"model": "smollm2-135m", "prompt": "hi"}
+    await mesh.post("Completions", body, metadata=(("traceparent", f"00-{trace_id}-00f067aa0ba902b7-01"),))
+    assert trace_id in mesh.workers[0].metadata[0]["traceparent"]
+    assert trace_id in mesh.router.asks[0].traceparent
 
 
 async def test_chat_prompt_is_the_models_template(mesh: Mesh) -> None:

@@ -85,6 +85,7 @@ class TextPool:
         self._timeout_s = timeout_s
         self._initargs = (tuple(sources), block_key, os.getpid(), timeout_s)
         self._executor = self._new_executor()
+        self.losses = 0
 
     async def start(self) -> None:
         """Start every helper and wait until each has its tokenizers. Raises RuntimeError when they do not come up."""
@@ -112,6 +113,7 @@ class TextPool:
             raise Overloaded("preparing the request took too long") from None
         except BrokenProcessPool:
             if executor is self._executor:
+                self.losses += 1
                 _log.error("text_processes_lost")
                 self._executor = self._new_executor()
             raise InternalError("the request could not be prepared") from None

@@ -1,0 +1,60 @@
+"""The text processes: long jobs, lost helpers, jobs that never end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.common.models import resolve_model
+from services.gateway.errors import ContextLengthExceeded, InternalError, InvalidRequest
+from services.gateway.planning import ModelView, Tenant
+from services.gateway.request import GenerationRequest
+from services.gateway.text.pool import Job, ModelMissing, Preparer, TextPool
+from services.gateway.text.text_model import TextModel
+
+KEY = b"k" * 32
+VIEW = ModelView(
+    name="smollm2-135m", digest=b"d" * 16, context_length=8192, kv_dtype="float32", block_tokens=16, layout_version=1,
+    vocab_size=49152,
+)  # fmt: skip
+
+
+def job(text: str, model: str = VIEW.name) -> Job:
+    return Job(views={VIEW.name: VIEW}, tenant=Tenant("t"), request=GenerationRequest(model=model, prompts=[text]))
+
+
+@pytest.fixture
+async def pool(text_model: TextModel) -> AsyncIterator[TextPool]:
+    source = resolve_model(VIEW.name)
+    made = TextPool([source], Preparer({VIEW.name: text_model}, KEY), block_key=KEY, processes=1, timeout_s=1.0)
+    await made.start()
+    yield made
+    made.close()
+
+
+async def test_helpers_and_the_inline_path_agree_fail_and_recover(pool: TextPool, text_model: TextModel) -> None:
+    text = "a prompt of some length. " * 200
+    far = await pool.prepare(job(text))
+    assert far == Preparer({VIEW.name: text_model}, KEY).prepare(job(text))
+    with pytest.raises(ContextLengthExceeded):
+        await pool.prepare(job("word " * 10_000))
+    with pytest.raises(ModelMissing):
+        await pool.prepare(job(text, model="none"))
+
+    started_s = time.monotonic()
+    with pytest.raises(InvalidRequest, match="too long"):
+        await pool.call(time.sleep, 30)
+    assert time.monotonic() - started_s < 5
+    pid = await pool.call(os.getpid)
+    lost = asyncio.create_task(pool.call(time.sleep, 30))
+    await asyncio.sleep(0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(InternalError):
+        await lost
+    assert pool.losses == 1
+    assert await pool.prepare(job(text)) == far
