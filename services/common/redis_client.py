@@ -1,6 +1,9 @@
-"""The connection to Redis (or Valkey): bounded waits, no hidden retries, one log line at loss and one at recovery.
+"""The connection to Redis (or Valkey): no hidden retries, one log line at loss and one at recovery.
 
-Callers own their retry loops: `Backoff` paces them and `RedisHealth` reports for the whole process.
+Callers own their retry loops: `Backoff` paces them and `RedisHealth` reports for the whole process. Callers also put
+`asyncio.timeout(COMMAND_TIMEOUT_S)` around every command. The client's own socket timeout is off: it waits with
+`asyncio.wait_for`, which in Python 3.11 loses a cancellation that arrives in the moment a write completes, so that a
+cancelled loop would go on for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from services.common.settings import ConfigurationError
 REDIS_ERRORS = (RedisError, OSError, TimeoutError)
 COMMAND_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 1.0
-# Must be below the command timeout: a blocking read is a command like any other.
+# Below the command timeout: a blocking read is a command like any other.
 BLOCK_MS = 1_000
 
 _log = structlog.get_logger()
@@ -37,7 +40,7 @@ def connect_redis(url: str) -> RedisClient:
         return RedisClient.from_url(
             url,
             protocol=3,
-            socket_timeout=COMMAND_TIMEOUT_S,
+            socket_timeout=None,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
         )

@@ -26,7 +26,7 @@ class LuaScript:
 
     async def __call__(self, client: RedisClient, keys: Sequence[str], args: Sequence[str | bytes | int] = ()) -> Any:
         """Run it; sends the text only where the server does not know it. Raises one of REDIS_ERRORS."""
-        async with asyncio.timeout(2 * COMMAND_TIMEOUT_S):
+        async with asyncio.timeout(COMMAND_TIMEOUT_S):
             try:
                 return await client.evalsha(self._sha, len(keys), *keys, *args)
             except NoScriptError:

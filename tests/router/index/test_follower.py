@@ -216,3 +216,13 @@ async def test_a_holder_that_was_stopped_for_longer_than_its_lease_announces_aga
     await eventually(lambda: mesh.held() is None)
     mesh.tasks.append(asyncio.create_task(announcer.run()))
     await eventually(lambda: mesh.held() == tiers(ids))
+
+
+async def test_cancelling_ends_a_follower_at_any_moment(client: RedisClient) -> None:
+    """Python 3.11's `wait_for` loses cancellations; the client must not wait with it."""
+    for number in range(40):
+        running = asyncio.create_task(IndexFollower(client, Replica()).run())
+        await asyncio.sleep(0.002 * number)
+        running.cancel()
+        done, _ = await asyncio.wait([running], timeout=3)
+        assert done
