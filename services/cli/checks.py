@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.envoy.bootstrap import bootstrap_json
+from deploy.envoy.settings import Address, EnvoySettings
 from services.cli.binaries import MissingBinaryError, envoy_binary, valkey_binary
 from services.cli.ports import free_ports, is_free
 from services.common.models import DEFAULT_MODEL, resolve_model
@@ -36,7 +38,7 @@ def run_checks() -> Iterator[Check]:
     yield from (_machine(), _shared_memory(), _port(8080))
     yield from (_module(name) for name in _MODULES)
     yield _guarded("model", lambda: str(resolve_model(DEFAULT_MODEL).path))
-    yield _guarded("envoy", lambda: _version(envoy_binary(), "--version"))
+    yield _guarded("envoy", _envoy_starts)
     yield _guarded("valkey", _valkey_starts)
     yield _cuda()
 
@@ -79,6 +81,18 @@ def _guarded(name: str, find: Callable[[], str]) -> Check:
 def _version(binary: Path, flag: str) -> str:
     result = subprocess.run([binary, flag], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     return " ".join(result.stdout.split())
+
+
+def _envoy_starts() -> str:
+    """Have it load the configuration that a mesh would give it."""
+    binary, ports = envoy_binary(), free_ports()
+    admin, listen, gateway = (Address("127.0.0.1", next(ports)) for _ in range(3))
+    with tempfile.TemporaryDirectory() as folder:
+        configuration = Path(folder) / "envoy.json"
+        configuration.write_text(bootstrap_json(EnvoySettings(listen=listen, admin=admin, gateways=(gateway,))))
+        command = [str(binary), "--mode", "validate", "-c", str(configuration)]
+        subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=True)
+    return _version(binary, "--version").rpartition("version: ")[2]
 
 
 def _valkey_starts() -> str:

@@ -21,6 +21,8 @@ from services.cli.probes import PROBE_TIMEOUT_S, http_exchange, http_status
 from services.cli.state import StateDir
 
 STOP_DEADLINE_S = 10.0
+# After a start that failed: nobody is being served.
+UNSERVED_STOP_DEADLINE_S = 2.0
 _DRAIN_DEADLINE_S = 10.0
 _ROTATE_INTERVAL_S = 5.0
 _POLL_S = 0.1
@@ -35,6 +37,7 @@ class Supervisor:
         self._state = state
         self._report = report
         self._phase = "starting"
+        self._served = False
         self._runs: set[asyncio.Task[None]] = set()
         self._children = [
             Child(spec, state, redis_password=redis_password, report=report, changed=self._publish)
@@ -48,6 +51,7 @@ class Supervisor:
             try:
                 await self._until_stopped(stop, self._start(start_timeout_s))
                 if not stop.is_set():
+                    self._served = True
                     self._set_phase("ready")
                     on_ready()
                     await self._until_stopped(stop, _forever())
@@ -114,7 +118,7 @@ class Supervisor:
         running = [child for child in children if child.pid is not None]
         start = time.monotonic()
         for child in children:
-            child.request_stop(STOP_DEADLINE_S)
+            child.request_stop(STOP_DEADLINE_S if self._served else UNSERVED_STOP_DEADLINE_S)
         await asyncio.gather(*(child.wait_ended() for child in children))
         if running:
             names = ", ".join(child.spec.name for child in running)

@@ -133,3 +133,10 @@ def test_chat_answers_one_question(tmp_path: Path, api: str) -> None:
 def test_chat_shows_the_servers_error(tmp_path: Path, api: str) -> None:
     result = kvmesh("chat", "hello", "--model", "missing", "--url", api, state=tmp_path)
     assert (result.returncode, result.stderr) == (2, "kvmesh: no model 'missing' (HTTP 404)\n")
+
+
+def test_doctor_finds_this_machine_fit(tmp_path: Path) -> None:
+    result = kvmesh("doctor", state=tmp_path)
+    assert result.returncode == 0, result.stdout
+    for part in ("machine", "torch", "ucxx", "model", "envoy", "valkey"):
+        assert f"ok   {part} " in result.stdout
