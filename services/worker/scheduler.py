@@ -142,15 +142,30 @@ class Scheduler:
         """Work that waits is bounded; so is work the decision did not know of. An idle worker takes anything."""
         if not self.requests:
             return
-        admitted = sum(len(other.sequences) for other in self.requests.values())
-        unstarted = [s for other in self.requests.values() for s in other.sequences if s.status is not Status.RUNNING]
-        claimed = sum(blocks_for(s.num_tokens) for s in unstarted if s.status is not Status.FINISHED)
-        needed = blocks_for(len(request.prompt)) - hits + claimed
-        excess = max(0, request.expected_local_blocks - hits) * BLOCK_TOKENS
-        if admitted + request.num_choices > self._limits.max_running or needed > self._pool.num_available:
-            excess += len(request.prompt) - hits * BLOCK_TOKENS + sum(self._expected_tokens(s) for s in self._waiting)
+        places, blocks, excess = self._room()
+        tokens = len(request.prompt) - hits * BLOCK_TOKENS
+        if request.num_choices > places or blocks_for(tokens) + request.num_choices - 1 > blocks:
+            excess += tokens
+        else:
+            excess = 0
+        excess += max(0, request.expected_local_blocks - hits) * BLOCK_TOKENS
         if excess > self._limits.max_queue_s * prefill_tokens_per_s:
             raise QueueFull
+
+    def _room(self) -> tuple[int, int, int]:
+        """Places and blocks left once everything admitted that can run does, and the tokens of what cannot."""
+        sequences = [s for request in self.requests.values() for s in request.sequences]
+        pulling = sum(sequence.status is Status.PULLING for sequence in sequences)
+        places = self._limits.max_running - len(self._running) - pulling
+        blocks, queued = self._pool.num_available, 0
+        for sequence in self._waiting:
+            tokens = self._expected_tokens(sequence)
+            if places > 0 and blocks_for(tokens) <= blocks:
+                places -= 1
+                blocks -= blocks_for(tokens)
+            else:
+                queued += tokens
+        return places, blocks, queued
 
     def _expected_tokens(self, sequence: Sequence) -> int:
         """Tokens that a waiting sequence will have computed: siblings of a leader hit its blocks."""

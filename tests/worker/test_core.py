@@ -8,6 +8,7 @@ no slot leaks.
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -68,10 +69,15 @@ def submit(key: int, prompt: list[int], max_tokens: int, **changes: object) -> S
 
 
 def make_core(
-    num_blocks: int = NUM_BLOCKS, *, budget: int = 40, max_running: int = 5, cache: bool = True
+    num_blocks: int = NUM_BLOCKS,
+    *,
+    budget: int = 40,
+    max_running: int = 5,
+    cache: bool = True,
+    max_queue_s: float = 0.5,
 ) -> EngineCore:
     limits = CoreLimits(
-        SchedulerLimits(CONTEXT, VOCAB, max_running=max_running, max_queue_s=0.5, prefix_cache=cache),
+        SchedulerLimits(CONTEXT, VOCAB, max_running=max_running, max_queue_s=max_queue_s, prefix_cache=cache),
         TransferLimits(max_push_blocks=6, max_served_blocks=6),
         step_token_budget=budget,
         target_step_s=1.0,
@@ -80,10 +86,15 @@ def make_core(
 
 
 class CoreMachine(RuleBasedStateMachine):
-    @initialize(budget=st.sampled_from([16, 23, 200]), cache=st.booleans())
-    def start(self, budget: int, cache: bool) -> None:
-        self.core = make_core(budget=budget, cache=cache)
-        self.runner = ToyRunner(NUM_BLOCKS)
+    @initialize(
+        num_blocks=st.sampled_from([9, 12, NUM_BLOCKS]),
+        budget=st.sampled_from([16, 23, 200]),
+        cache=st.booleans(),
+        max_queue_s=st.sampled_from([0.1, 100.0]),
+    )
+    def start(self, num_blocks: int, budget: int, cache: bool, max_queue_s: float) -> None:
+        self.core = make_core(num_blocks, budget=budget, cache=cache, max_queue_s=max_queue_s)
+        self.runner = ToyRunner(num_blocks)
         self.builder = StepBuilder()
         self.now = 0.0
         self.keys = 0
@@ -100,9 +111,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(
         shared=st.integers(0, 2),
-        length=st.integers(1, 120),
+        length=st.one_of(st.integers(1, 30), st.integers(1, 120)),
         tail=st.integers(0, 3),
-        max_tokens=st.integers(1, 60),
+        max_tokens=st.integers(1, 120),
         choices=st.sampled_from([1, 1, 1, 2, 3]),
         plan=st.booleans(),
         priority=st.integers(0, 3),
@@ -137,7 +148,7 @@ class CoreMachine(RuleBasedStateMachine):
             )
         )
 
-    @rule(steps=st.integers(1, 8))
+    @rule(steps=st.integers(1, 40))
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self._step()
@@ -230,7 +241,7 @@ class CoreMachine(RuleBasedStateMachine):
                 assert output == expected_tokens(tuple(prompt), max_tokens)[: len(output)]
 
     def _ids(self) -> list[BlockId | None]:
-        return [self.core.pool.id_of(slot) for slot in range(NUM_BLOCKS)]
+        return [self.core.pool.id_of(slot) for slot in range(self.core.pool.num_blocks)]
 
     def _handle(self, message: object) -> None:
         self.core.handle(message, self.now)  # type: ignore[arg-type]
@@ -303,3 +314,69 @@ TestCore = CoreMachine.TestCase
 TestCore.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+def run_to_end(core: EngineCore, runner: ToyRunner) -> dict[int, list[int]]:
+    """Step until nothing is left; tokens by key."""
+    builder, outputs = StepBuilder(), {}
+    for step in range(5000):
+        chunks = core.schedule(float(step))
+        if not chunks:
+            break
+        runner.submit(builder.build(chunks))
+        core.commit(chunks, draw_tokens(runner.collect(), EngineCore.draw_rows(chunks)), 0.01, float(step))
+        for message in core.to_front:
+            if isinstance(message, StepOutput):
+                for output in message.choices:
+                    outputs.setdefault(output.key, []).extend(output.token_ids)
+        core.to_front.clear()
+    assert core.is_idle
+    return outputs
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_preempted_sequences_resume_where_they_were(cache: bool) -> None:
+    core, runner = make_core(12, cache=cache, max_queue_s=100.0), ToyRunner(12)
+    prompts = {key: [key * 5 + i for i in range(16)] for key in range(1, 5)}
+    for key, tokens in prompts.items():
+        core.handle(submit(key, tokens, 120), 0.0)
+    outputs = run_to_end(core, runner)
+    assert core.scheduler.preemptions > 0
+    assert outputs == {key: expected_tokens(tuple(tokens), 120) for key, tokens in prompts.items()}
+
+
+def test_siblings_hit_the_blocks_of_their_leader() -> None:
+    core, runner = make_core(), ToyRunner(NUM_BLOCKS)
+    core.handle(submit(1, list(range(40)), 2, num_choices=3), 0.0)
+    computed = 0
+    builder = StepBuilder()
+    while chunks := core.schedule(0.0):
+        computed += sum(chunk.length for chunk in chunks)
+        runner.submit(builder.build(chunks))
+        core.commit(chunks, draw_tokens(runner.collect(), EngineCore.draw_rows(chunks)), 0.01, 0.0)
+    # The prompt once, its partial block twice more, one decode each.
+    assert computed == 40 + 2 * 8 + 3
+
+
+def test_a_busy_worker_bounds_its_queue_and_an_idle_one_takes_anything() -> None:
+    core = make_core(64, max_running=2, max_queue_s=0.1)
+    core.handle(submit(1, [1] * 200, 50), 0.0)
+    core.handle(submit(2, [2] * 40, 50), 0.0)
+    core.handle(submit(3, [3] * 40, 50), 0.0)
+    core.handle(submit(4, [4] * 40, 50), 0.0)
+    kinds = [type(message) for message in core.to_front]
+    assert kinds == [AdmittedRequest, AdmittedRequest, AdmittedRequest, StaleRequest]
+    # A decision that counted on blocks which are not here did not know of this work.
+    core = make_core(64, max_queue_s=0.1)
+    core.handle(submit(1, [1] * 20, 50), 0.0)
+    core.handle(submit(2, [2] * 240, 10, expected_local_blocks=15), 0.0)
+    assert [type(message) for message in core.to_front] == [AdmittedRequest, StaleRequest]
+
+
+def test_prefills_go_on_beside_many_decodes() -> None:
+    core, runner = make_core(64, budget=16, max_running=20, max_queue_s=100.0), ToyRunner(64)
+    for key in range(1, 19):
+        core.handle(submit(key, [key, key], 20), 0.0)
+    core.handle(submit(19, [7] * 60, 2), 0.0)
+    outputs = run_to_end(core, runner)
+    assert len(outputs[19]) == 2

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvmesh.v1 import common_pb2, worker_pb2
 
 from services.common.redis_client import connect_redis
@@ -228,6 +229,10 @@ async def test_sigterm_lets_streams_finish_until_its_deadline(tmp_path: Path, va
         await eventually_async(lambda: _decoding(worker), timeout_s=10)
         watch = worker.watch()
         await watch.read()
+        await worker.stub.Drain(worker_pb2.DrainRequest(), metadata=worker.metadata(), timeout=5)
+        health = health_pb2_grpc.HealthStub(worker.channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
         worker.process.terminate()
         async with asyncio.timeout(5):
             while not (report := await watch.read()).load.draining:
