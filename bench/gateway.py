@@ -1,6 +1,6 @@
 """Tokens per second that one core of a gateway carries: streams through a real gateway process between load sources.
 
-    python -m bench.gateway --streams 256 --tokens 200
+    python -m bench.gateway --streams 256 --tokens 400
 
 The gateway's own processor time (user and system, from the kernel) is what counts: tokens through it divided by that
 time is its rate on one core, whatever the load sources and other programs on the machine use.
@@ -98,27 +98,36 @@ async def read_stream(stub: OpenAIStub, tokens: int) -> tuple[int, float]:
     return events, first_s
 
 
+async def load(gateway: Gateway, stub: OpenAIStub, streams: int, tokens: int) -> tuple[float, float, list[float], int]:
+    """Processor seconds, wall seconds, times to the first token and events of `streams` streams at once."""
+    cpu_s, wall_s = gateway.cpu_s(), time.perf_counter()
+    results = await asyncio.gather(*(read_stream(stub, tokens) for _ in range(streams)))
+    first_s = [first_s for _, first_s in results]
+    events = sum(events for events, _ in results)
+    return gateway.cpu_s() - cpu_s, time.perf_counter() - wall_s, first_s, events
+
+
 async def measure(streams: int, tokens: int, step_s: float) -> None:
-    """Run and print one line."""
+    """Run and print. The cost of a request's start is told apart by streams of one token."""
     async with started(step_s) as gateway:
         channel = open_channel(gateway.address)
         stub = OpenAIStub(channel)
-        await asyncio.gather(*(read_stream(stub, 8) for _ in range(8)))
-        cpu_s, wall_s = gateway.cpu_s(), time.perf_counter()
-        results = await asyncio.gather(*(read_stream(stub, tokens) for _ in range(streams)))
-        cpu_s, wall_s = gateway.cpu_s() - cpu_s, time.perf_counter() - wall_s
+        await load(gateway, stub, 8, 8)
+        start_cpu_s, _, _, _ = await load(gateway, stub, streams, 1)
+        cpu_s, wall_s, first_s, events = await load(gateway, stub, streams, tokens)
         await channel.close(None)
-    total = streams * tokens
+    total, further = streams * tokens, streams * (tokens - 1)
     print(
-        f"streams={streams} tokens={total} events={sum(events for events, _ in results)} wall={wall_s:.2f}s "
-        f"gateway_cpu={cpu_s:.2f}s tokens/s={total / wall_s:,.0f} tokens/s/core={total / cpu_s:,.0f} "
-        f"ttft_p50={1e3 * statistics.median(first_s for _, first_s in results):.1f}ms"
+        f"streams={streams} tokens={total} events={events} wall={wall_s:.2f}s gateway_cpu={cpu_s:.2f}s "
+        f"tokens/s={total / wall_s:,.0f} ttft_p50={1e3 * statistics.median(first_s):.1f}ms\n"
+        f"tokens/s/core={total / cpu_s:,.0f}, of running streams {further / max(0.01, cpu_s - start_cpu_s):,.0f}; "
+        f"cpu of a request's start {1e3 * start_cpu_s / streams:.2f}ms"
     )
 
 
 def main(
     streams: Annotated[int, typer.Option(help="Streams at a time.")] = 256,
-    tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 200,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each stream.")] = 400,
     step_ms: Annotated[float, typer.Option(help="Time between tokens of a stream; 0: as fast as they go.")] = 25.0,
 ) -> None:
     """Measure a gateway's tokens per second and core."""

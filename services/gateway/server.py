@@ -40,48 +40,13 @@ class GatewayServer:
 
     def __init__(self, settings: GatewaySettings, secret: MeshSecret) -> None:
         """Loads tokenizers and keys. Call inside the running loop. Raises ConfigurationError."""
-        sources = [resolve_model(spec) for spec in settings.models]
-        texts = {source.name: load_text_model(source) for source in sources}
-        key = secret.block_key
-        admission = Admission(
-            max_total=settings.max_inflight_requests, max_tenant=settings.max_tenant_inflight_requests
-        )
-        metrics = GatewayMetrics(lambda: admission.total)
         self._settings = settings
         self.router = RouterClient(
             settings.routers, secret, ask_timeout_s=settings.ask_timeout_s, silence_s=settings.router_silence_s
         )
         self.channels = WorkerChannels()
-        pool = TextPool(
-            sources,
-            Preparer(texts, key),
-            block_key=key,
-            processes=settings.text_processes,
-            timeout_s=settings.prepare_timeout_s,
-        )
-        metrics.observe_total("kvmesh_gateway_router_failovers", lambda: self.router.failovers)
-        metrics.observe_total("kvmesh_gateway_dropped_dones", lambda: self.router.dropped_dones)
-        metrics.observe_total("kvmesh_gateway_text_pool_losses", lambda: pool.losses)
         self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4))
-        self.core = Core(
-            keys=KeyRing(settings.keys_file),
-            catalog=ModelCatalog(texts.values()),
-            pool=pool,
-            admission=admission,
-            placement=Placement(
-                router=self.router,
-                channels=self.channels,
-                secret=secret,
-                pulse=self.pulse,
-                metrics=metrics,
-                admit_timeout_s=settings.admit_timeout_s,
-                stall_timeout_s=settings.stall_timeout_s,
-                max_attempts=settings.max_attempts,
-            ),
-            metrics=metrics,
-            block_key=key,
-            default_deadline_s=settings.default_deadline_s,
-        )
+        self.core = self._build_core(settings, secret)
         self._server = MeshServer(settings.listen, secret=None)
         self._server.add(
             add_InferenceServicer_to_server,
@@ -94,6 +59,46 @@ class GatewayServer:
             openai_pb2.DESCRIPTOR.services_by_name["OpenAI"].full_name,
         )
         self.address = ""
+
+    def _build_core(self, settings: GatewaySettings, secret: MeshSecret) -> Core:
+        sources = [resolve_model(spec) for spec in settings.models]
+        texts = {source.name: load_text_model(source) for source in sources}
+        admission = Admission(
+            max_total=settings.max_inflight_requests, max_tenant=settings.max_tenant_inflight_requests
+        )
+        metrics = GatewayMetrics(lambda: admission.total)
+        pool = TextPool(
+            sources,
+            Preparer(texts, secret.block_key),
+            block_key=secret.block_key,
+            processes=settings.text_processes,
+            timeout_s=settings.prepare_timeout_s,
+        )
+        metrics.observe_total("kvmesh_gateway_router_failovers", lambda: self.router.failovers)
+        metrics.observe_total("kvmesh_gateway_dropped_dones", lambda: self.router.dropped_dones)
+        metrics.observe_total("kvmesh_gateway_text_pool_losses", lambda: pool.losses)
+        return Core(
+            keys=KeyRing(settings.keys_file),
+            catalog=ModelCatalog(texts.values()),
+            pool=pool,
+            admission=admission,
+            placement=self._placement(settings, secret, metrics),
+            metrics=metrics,
+            block_key=secret.block_key,
+            default_deadline_s=settings.default_deadline_s,
+        )
+
+    def _placement(self, settings: GatewaySettings, secret: MeshSecret, metrics: GatewayMetrics) -> Placement:
+        return Placement(
+            router=self.router,
+            channels=self.channels,
+            secret=secret,
+            pulse=self.pulse,
+            metrics=metrics,
+            admit_timeout_s=settings.admit_timeout_s,
+            stall_timeout_s=settings.stall_timeout_s,
+            max_attempts=settings.max_attempts,
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[GatewayServer]:
