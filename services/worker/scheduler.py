@@ -123,11 +123,11 @@ class Scheduler:
         # However many decode, prefills go on, or the first long answers would shut out everybody else.
         budget = max(token_budget - len(chunks), min(token_budget, MIN_PREFILL_TOKENS))
         for sequence in self._prefills(now):
-            if budget <= 0:
-                break
             length = min(sequence.num_missing, budget)
             budget -= length
             chunks.append(Chunk(sequence, sequence.num_computed, length, draws=length == sequence.num_missing))
+            if not budget:
+                break
         return chunks
 
     def commit(self, chunks: Items[Chunk], tokens: Items[int | None], now: float) -> list[Advance]:
