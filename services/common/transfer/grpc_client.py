@@ -41,7 +41,8 @@ from services.common.transfer.protocol import (
 
 EPOCH_METADATA = "x-kvmesh-epoch"
 STOP_METADATA = "x-kvmesh-stop"
-_PROBE_TIMEOUT_S = HEARTBEAT_S * (SILENT_HEARTBEATS - 1)
+# Silence is noticed after two heartbeats and this.
+_PROBE_TIMEOUT_S = HEARTBEAT_S * (SILENT_HEARTBEATS - 2)
 _MAX_CHANNELS = 256
 
 

@@ -29,6 +29,11 @@ TUNING = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 _CLOSE_WAIT_NS = 100_000_000
+# UCX's file descriptor sometimes stays quiet though there is something to do, mostly while a connection is made. So
+# the worker is progressed this often anyway, and more often for a while after something was posted.
+_IDLE_TICK_S = 0.05
+_BUSY_TICK_S = 0.005
+_BUSY_S = 0.5
 _TAG_BITS = 64
 
 Completed = asyncio.Future[None]
@@ -126,8 +131,11 @@ class UcxReactor:
         self._spin_until_s = 0.0
         self._scheduled = False
         self._listeners: list[Any] = []
+        self._busy_until_s = 0.0
+        self._tick: asyncio.TimerHandle | None = None
         self._fd: int = self._worker.epoll_file_descriptor
         self.loop.add_reader(self._fd, self.wake)
+        self._schedule_tick()
         self.wake()
 
     @property
@@ -180,7 +188,11 @@ class UcxReactor:
         """A future of `request`; it and `keep` stay alive until UCX is done with them."""
         future: Completed = self.loop.create_future()
         self._pending.append((request, future, keep))
-        self._spin_until_s = time.perf_counter() + self._spin_s
+        now_s = time.perf_counter()
+        self._spin_until_s = now_s + self._spin_s
+        if now_s > self._busy_until_s:
+            self._schedule_tick(_BUSY_TICK_S)
+        self._busy_until_s = now_s + _BUSY_S
         self.wake()
         return future
 
@@ -195,7 +207,18 @@ class UcxReactor:
         self._listeners.clear()
         self._worker.progress()
         self.loop.remove_reader(self._fd)
+        if self._tick is not None:
+            self._tick.cancel()
         self._scheduled = True
+
+    def _schedule_tick(self, delay_s: float = 0.0) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+        self._tick = self.loop.call_later(delay_s, self._on_tick)
+
+    def _on_tick(self) -> None:
+        self.wake()
+        self._schedule_tick(_BUSY_TICK_S if time.perf_counter() < self._busy_until_s else _IDLE_TICK_S)
 
     def _step(self) -> None:
         self._scheduled = False
