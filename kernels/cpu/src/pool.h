@@ -20,7 +20,7 @@ template <class T> struct Pool {
     }
 };
 
-// The sequences of one step, as in StepInput (services/worker/model/step.py).
+// The sequences of one step, as PagedBatch (kernels/batch.py) describes them.
 struct Batch {
     const int32_t* token_ids;
     const int32_t* positions;
