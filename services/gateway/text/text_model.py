@@ -13,8 +13,10 @@ from services.common.models import ModelSource
 from services.common.settings import ConfigurationError
 from services.common.tokenizer_digest import tokenizer_digest
 from services.gateway.errors import InvalidRequest
+from services.gateway.request import Sampling
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.gguf_tokenizer import load_gguf_tokenizer
+from services.gateway.text.sampling_defaults import folder_defaults, gguf_defaults
 from services.gateway.text.vocabulary import Vocabulary, build_vocabulary
 
 
@@ -29,6 +31,7 @@ class TextModel:
     eos_token_ids: tuple[int, ...]
     digest: bytes
     longest_token_bytes: int
+    sampling_defaults: Sampling
 
     def encode_text(self, text: str) -> list[int]:
         """Tokens of a raw prompt: special tokens in it count, and the tokenizer's own (such as BOS) are added."""
@@ -70,8 +73,10 @@ def load_text_model(source: ModelSource) -> TextModel:
             if _has(metadata, kind)
         }
         template = metadata.get("tokenizer.chat_template")
+        defaults = gguf_defaults(source.name, metadata)
     else:
         tokenizer, eos, variables, template = _load_folder(source.path)
+        defaults = folder_defaults(_read_json(source.path / "generation_config.json"))
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     vocabulary = build_vocabulary(tokenizer)
     return TextModel(
@@ -82,6 +87,7 @@ def load_text_model(source: ModelSource) -> TextModel:
         eos_token_ids=tuple(sorted(set(eos))),
         digest=tokenizer_digest(source),
         longest_token_bytes=max([len(token) for token in vocabulary.token_bytes] + [len(t.encode()) for t in special]),
+        sampling_defaults=defaults,
     )
 
 
