@@ -23,7 +23,7 @@ def kvmesh(*arguments: str, state: Path, **environment: str) -> subprocess.Compl
         env={**inherited, "KVMESH_STATE": str(state), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 
