@@ -153,6 +153,7 @@ async def running_worker(folder: Path, redis_url: str, *flags: str, threads: int
     """A ready worker with the default model; killed at the end if it still runs."""
     folder.mkdir(parents=True, exist_ok=True)
     ready_file, log = folder / "ready.json", folder / "worker.log"
+    ready_file.unlink(missing_ok=True)
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("KVMESH_", "OTEL_", "REDIS_"))
     }
