@@ -31,7 +31,7 @@ TUNING = {
 _CLOSE_WAIT_NS = 100_000_000
 # UCX's file descriptor sometimes stays quiet though there is something to do, mostly while a connection is made. So
 # the worker is progressed this often anyway, and more often for a while after something was posted.
-_IDLE_TICK_S = 0.05
+_IDLE_TICK_S = 0.2
 _BUSY_TICK_S = 0.005
 _BUSY_S = 0.5
 _TAG_BITS = 64
