@@ -9,6 +9,8 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent
+# Plugins of this interpreter's environment, activated or not.
+PLUGINS = Path(sys.executable).parent
 
 
 def generate(out: Path) -> None:
@@ -19,6 +21,8 @@ def generate(out: Path) -> None:
     code = protoc.main(
         [
             "protoc",
+            f"--plugin=protoc-gen-mypy={PLUGINS / 'protoc-gen-mypy'}",
+            f"--plugin=protoc-gen-mypy_grpc={PLUGINS / 'protoc-gen-mypy_grpc'}",
             f"-I{ROOT}",
             f"-I{well_known}",
             f"-I{google_api}",
