@@ -161,6 +161,7 @@ async def test_chunks_batches_and_preemption_do_not_change_the_text(tmp_path: Pa
         assert (await worker.generate(prompts[0], 24)).cached == 0
     flags = ("--num-blocks", "17", "--step-token-budget", "33", "--max-queue-s", "100")
     async with running_worker(tmp_path / "small", valkey.url, *flags) as worker:
+        assert worker.identity.context_length == 17 * 16, "no more than the pool holds is offered"
         answers = await asyncio.gather(*(worker.generate(tokens, 24) for tokens in prompts))
         assert [answer.tokens for answer in answers] == expected
         await worker.wait_idle()

@@ -16,6 +16,7 @@ import msgspec
 import structlog
 import torch
 
+from services.common.blocks import BLOCK_TOKENS
 from services.common.process import die_with_parent
 from services.common.telemetry import configure_logging
 from services.worker.admission import SchedulerLimits
@@ -75,9 +76,11 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     block_key = _receive_key(front)
     runner = _load_runner(config, threads)
     spec = runner.spec
+    # What the pool cannot hold is not offered: a request that leaves max_tokens out gets all of the context.
+    context_length = min(spec.max_context, spec.num_blocks * BLOCK_TOKENS)
     limits = CoreLimits(
         SchedulerLimits(
-            max_context=spec.max_context,
+            max_context=context_length,
             vocab_size=spec.vocab_size,
             max_running=config.max_running,
             max_queue_s=config.max_queue_s,
@@ -98,7 +101,7 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
             kv_dtype=spec.layout.dtype,
             weight_format=spec.weight_format,
             vocab_size=spec.vocab_size,
-            context_length=spec.max_context,
+            context_length=context_length,
             num_blocks=spec.num_blocks,
             block_bytes=spec.layout.block_bytes,
             prefill_tokens_per_s=speed.prefill_tokens_per_s,
