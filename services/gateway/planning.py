@@ -12,6 +12,10 @@ from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.sampling_defaults import with_defaults
 from services.gateway.text.text_model import TextModel
 
+# A leading part of so many characters for each token of the context is tokenised of a text that is much longer.
+_PROBED_CHARACTERS_PER_TOKEN = 8
+_MUCH_LONGER = 4
+
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     """What of a served model enters a plan."""
@@ -90,8 +94,14 @@ def _tokens(prompt: str | list[int] | list[dict[str, str]], text: TextModel, vie
 
 
 def _refuse_hopeless(text: str, model: TextModel, view: ModelView, field: str) -> None:
-    """A text that cannot fit by its size alone is not tokenised."""
+    """A text that cannot fit is not tokenised whole: its size alone tells, or a leading part that is too long already.
+
+    Tokens end where words do, so those of the part but for its last word are tokens of the whole.
+    """
     least = model.least_tokens(len(text))
+    part = text[: _PROBED_CHARACTERS_PER_TOKEN * view.context_length]
+    if least <= view.context_length and len(text) >= _MUCH_LONGER * len(part):
+        least = len(model.encode_text(part))
     if least > view.context_length:
         raise _too_long(f"at least {least}", view, field)
 

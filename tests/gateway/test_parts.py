@@ -147,6 +147,34 @@ def test_context_limit(text_model: TextModel, prompt: int, max_tokens: int | Non
         make_plan(request, text=text_model, view=a_view(), tenant=Tenant("t"), block_key=b"k" * 16)
 
 
+@pytest.mark.parametrize("word", ["word ", "a", "日本", "\n", "<|im_end|>", "x1 "])
+@pytest.mark.parametrize("kind", ["chat", "prompt"])
+def test_a_text_that_cannot_fit_is_not_tokenised_whole(text_model: TextModel, word: str, kind: str) -> None:
+    class Counting:
+        encoded = 0
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(text_model, name)
+
+        def encode_text(self, text: str) -> list[int]:
+            self.encoded += len(text)
+            return text_model.encode_text(text)
+
+        def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+            raise AssertionError("tokenised whole")
+
+    counting = Counting()
+    content = word * (1_000_000 // len(word))
+    request = (
+        GenerationRequest(model="m", chat=[{"role": "user", "content": content}])
+        if kind == "chat"
+        else GenerationRequest(model="m", prompts=[content])
+    )
+    with pytest.raises(ContextLengthExceeded):
+        make_plan(request, text=counting, view=a_view(), tenant=Tenant("t"), block_key=b"k" * 16)  # type: ignore[arg-type]
+    assert counting.encoded <= 64 * 8
+
+
 def test_settings_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVMESH_GATEWAY_ROUTERS", "a:1, b:2")
     settings = load_settings(GatewaySettings, ["--models", "x,y"])
