@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop = stop_event()
         async with GatewayServer(settings, secret).running() as server:
             write_ready_file(settings.ready_file, address=server.address, metrics=metrics_address)
-            await stop.wait()
+            await server.run_until(stop)
             await server.drain()
 
     try:

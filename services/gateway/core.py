@@ -6,11 +6,13 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import structlog
 from kvmesh.v1.common_pb2 import SamplingParams
 from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
@@ -21,19 +23,20 @@ from services.common.blocks import owner_digest
 from services.common.rpc import REQUEST_ID_METADATA
 from services.gateway.admission import Admission
 from services.gateway.catalog import ModelCatalog
-from services.gateway.errors import InvalidRequest, ModelUnavailable
+from services.gateway.errors import GatewayError, InvalidRequest, ModelUnavailable, shape_of
 from services.gateway.generation import Generation
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placed_stream import PlacedStream, Placement, PlacementJob
 from services.gateway.planning import Tenant
 from services.gateway.request import GenerationRequest, Plan, Sampling
-from services.gateway.session import Session
+from services.gateway.session import OK, Session
 from services.gateway.text.pool import Job, ModelMissing, Prepared, TextPool
 
 _MAX_REQUEST_ID = 128
 _MAX_DEADLINE_S = 86_400.0
 _tracer = trace.get_tracer("kvmesh.gateway")
+_log = structlog.get_logger("gateway.core")
 
 
 @dataclass(slots=True)
@@ -57,10 +60,9 @@ class Core:
     def open(
         self, api: str, metadata: Mapping[str, str], time_remaining_s: float | None, wanted_id: str = ""
     ) -> Session:
-        """Authenticate and admit a request. Its span becomes current. Raises GatewayError."""
+        """Authenticate and admit a request. Its span becomes current. Raises GatewayError, counted and logged."""
         with _tracer.start_as_current_span("admit"):
-            tenant = self.tenant(metadata)
-            self.admission.enter(tenant.name)
+            tenant = self._admit(api, metadata)
         request_id = self._claim_id(wanted_id or metadata.get(REQUEST_ID_METADATA, ""))
         span = _request_span(api, request_id)
         # Each RPC runs in a task of its own, so what is attached here ends with the call.
@@ -83,6 +85,33 @@ class Core:
             metrics=self.metrics,
             release=release,
         )
+
+    @contextmanager
+    def place(self, api: str, metadata: Mapping[str, str]) -> Iterator[None]:
+        """A place among the requests in flight, for a call that needs no worker. Raises GatewayError."""
+        tenant = self._admit(api, metadata)
+        code, name = OK, ""
+        try:
+            yield
+        except Exception as error:
+            code = shape_of(error).status if isinstance(error, GatewayError) else "INTERNAL"
+            name = type(error).__name__
+            raise
+        finally:
+            self.admission.leave(tenant.name)
+            self.metrics.record_request(api=api, model="", code=code, error=name)
+
+    def _admit(self, api: str, metadata: Mapping[str, str]) -> Tenant:
+        """Who calls, with a place taken for it."""
+        try:
+            tenant = self.tenant(metadata)
+            self.admission.enter(tenant.name)
+        except GatewayError as error:
+            code, name = shape_of(error).status, type(error).__name__
+            self.metrics.record_request(api=api, model="", code=code, error=name)
+            _log.info("refused", api=api, code=code, error=name, inflight=self.admission.total)
+            raise
+        return tenant
 
     async def prepare_openai(self, session: Session, endpoint: str, body: bytes) -> Prepared:
         """Parse and plan an OpenAI body. Raises GatewayError."""
@@ -153,8 +182,7 @@ class Core:
 
     def _claim_id(self, wanted: str) -> str:
         """The caller's id where it is usable and not in flight already, else one like it or a fresh one."""
-        usable = 0 < len(wanted) <= _MAX_REQUEST_ID and wanted.isascii() and wanted.isprintable()
-        request_id = wanted if usable else uuid.uuid4().hex
+        request_id = wanted if wanted and _is_request_id(wanted) else uuid.uuid4().hex
         if request_id in self.inflight_ids:
             request_id = f"{request_id[: _MAX_REQUEST_ID - 9]}-{uuid.uuid4().hex[:8]}"
         self.inflight_ids.add(request_id)
@@ -163,8 +191,12 @@ class Core:
 
 def check_request_id(request_id: str) -> None:
     """Raise InvalidRequest for an id that the native API does not allow."""
-    if len(request_id) > _MAX_REQUEST_ID or not (request_id.isascii() and (request_id.isprintable() or not request_id)):
+    if not _is_request_id(request_id):
         raise InvalidRequest(f"request_id must be at most {_MAX_REQUEST_ID} printable ASCII characters", "request_id")
+
+
+def _is_request_id(text: str) -> bool:
+    return len(text) <= _MAX_REQUEST_ID and text.isascii() and text.isprintable()
 
 
 def _request_span(api: str, request_id: str) -> Span:

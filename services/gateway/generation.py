@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, CachedTokens, Usage
 from kvmesh.v1.worker_pb2 import WorkerGenerateResponse
 
-from services.gateway.errors import GatewayError, WorkerFailed
+from services.gateway.errors import WorkerFailed
 from services.gateway.output import LENGTH, STOP, Accepted, ChoiceOutput, Event
 from services.gateway.placed_stream import PlacedStream
 from services.gateway.request import Plan
@@ -133,17 +133,17 @@ class _MergedReads:
     """Reads several prompts' streams, some at a time, into one bounded queue."""
 
     def __init__(self, runs: Sequence[_PromptRun]) -> None:
-        self._queue: asyncio.Queue[tuple[_PromptRun, WorkerGenerateResponse | GatewayError]] = asyncio.Queue(
+        self._queue: asyncio.Queue[tuple[_PromptRun, WorkerGenerateResponse | Exception]] = asyncio.Queue(
             _QUEUE_MESSAGES
         )
         self._slots = asyncio.Semaphore(MAX_PARALLEL_PROMPTS)
         self._tasks = [asyncio.create_task(self._pump(run)) for run in runs]
 
     async def read(self) -> tuple[_PromptRun, WorkerGenerateResponse]:
-        """The next message of any prompt that is not over. Raises the first prompt's GatewayError."""
+        """The next message of any prompt that is not over. Raises the error of the first prompt that fails."""
         while True:
             run, message = await self._queue.get()
-            if isinstance(message, GatewayError):
+            if isinstance(message, Exception):
                 raise message
             if not run.is_over:
                 return run, message
@@ -161,7 +161,7 @@ class _MergedReads:
                     await self._queue.put((run, message))
                     if message.HasField("completed"):
                         return
-            except GatewayError as error:
+            except Exception as error:  # whatever it is, the reader must not wait for ever
                 await self._queue.put((run, error))
             except asyncio.CancelledError:
                 # `finish` of a stream that was cut ends a read in progress; that is no cancellation of ours.

@@ -13,26 +13,42 @@ class GatewayMetrics:
 
     def __init__(self, inflight: Callable[[], int]) -> None:
         meter = self._meter = metrics.get_meter("kvmesh.gateway")
-        meter.create_observable_gauge("kvmesh_gateway_inflight_requests", [_observer(inflight)])
-        self._requests = meter.create_counter("kvmesh_gateway_requests")
-        self._retries = meter.create_counter("kvmesh_gateway_retries")
-        self._prepare = meter.create_histogram("kvmesh_gateway_prepare_seconds", unit="s")
-        self._queue = meter.create_histogram("kvmesh_gateway_queue_seconds", unit="s")
-        self._ttft = meter.create_histogram("kvmesh_ttft_seconds", unit="s")
-        self._tpot = meter.create_histogram("kvmesh_tpot_seconds", unit="s")
-        self._output_tokens = meter.create_counter("kvmesh_gateway_output_tokens")
+        meter.create_observable_gauge(
+            "kvmesh_gateway_inflight_requests", [_observer(inflight)], description="Client requests in flight."
+        )
+        self._requests = meter.create_counter(
+            "kvmesh_gateway_requests", description="Client requests that ended, refused ones included, by outcome."
+        )
+        self._retries = meter.create_counter(
+            "kvmesh_gateway_retries", description="Attempts given up before the first token, by reason."
+        )
+        self._prepare = meter.create_histogram(
+            "kvmesh_gateway_prepare_seconds", unit="s", description="Parsing, templating and tokenising."
+        )
+        self._queue = meter.create_histogram(
+            "kvmesh_gateway_queue_seconds", unit="s", description="Waiting for placements."
+        )
+        self._ttft = meter.create_histogram(
+            "kvmesh_ttft_seconds", unit="s", description="Arrival to the first output sent to the client."
+        )
+        self._tpot = meter.create_histogram(
+            "kvmesh_tpot_seconds", unit="s", description="Time for each output token after the first, by request."
+        )
+        self._output_tokens = meter.create_counter(
+            "kvmesh_gateway_output_tokens", description="Output tokens of client requests."
+        )
 
-    def observe_total(self, name: str, read: Callable[[], int]) -> None:
+    def observe_total(self, name: str, description: str, read: Callable[[], int]) -> None:
         """A counter that somebody else keeps."""
-        self._meter.create_observable_counter(name, [_observer(read)])
+        self._meter.create_observable_counter(name, [_observer(read)], description=description)
 
     def count_retry(self, reason: str) -> None:
         """An attempt was given up and another is asked for, or the request fails."""
         self._retries.add(1, {"reason": reason})
 
-    def record_request(self, *, api: str, model: str, code: str, output_tokens: int) -> None:
-        """The end of a client request. code: gRPC status name."""
-        self._requests.add(1, {"api": api, "model": model, "code": code})
+    def record_request(self, *, api: str, model: str, code: str, error: str, output_tokens: int = 0) -> None:
+        """The end of a client request. code: gRPC status name. error: name of the GatewayError, empty for none."""
+        self._requests.add(1, {"api": api, "model": model, "code": code, "error": error})
         if output_tokens:
             self._output_tokens.add(output_tokens, {"model": model})
 

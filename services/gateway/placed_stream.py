@@ -147,9 +147,8 @@ class PlacedStream:
 
     def pulse(self, now_s: float) -> None:
         """Break off an attempt whose worker has been silent for too long."""
-        del now_s
         limit_s = self.placement.stall_timeout_s if self._admitted else self.placement.admit_timeout_s
-        if self._call is not None and not self._stalled and time.monotonic() - self._heard_at_s > limit_s:
+        if self._call is not None and not self._stalled and now_s - self._heard_at_s > limit_s:
             self._stalled = True
             self._call.cancel()
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+import structlog
+
 # The pace of writes is a multiple of the loop's lag; a lag below the first is noise.
 MIN_LAG_S = 0.003
 MAX_PACE_S = 0.1
 _PACE_PER_LAG = 4.0
+_log = structlog.get_logger("gateway.pulse")
 
 
 def pace_of(lag_s: float) -> float:
@@ -23,7 +26,7 @@ class Pulsed(Protocol):
     """Something that looks at the clock now and then."""
 
     def pulse(self, now_s: float) -> None:
-        """now_s: the running loop's time. Must not wait."""
+        """now_s: the running loop's time, which is the monotonic clock. Must not wait."""
 
 
 class Pulse:
@@ -56,4 +59,12 @@ class Pulse:
             self.lag_s += (max(0.0, now_s - due_s) - self.lag_s) / 4
             self.pace_s = pace_of(self.lag_s)
             for member in list(self._members):
-                member.pulse(now_s)
+                self._touch(member, now_s)
+
+    def _touch(self, member: Pulsed, now_s: float) -> None:
+        """One member's bug must not stop the pulse of all others."""
+        try:
+            member.pulse(now_s)
+        except Exception:
+            self._members.discard(member)
+            _log.exception("pulse_failed", member=type(member).__name__)

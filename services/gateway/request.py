@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+from kvmesh.v1.common_pb2 import PriorityClass
 
 from services.gateway.errors import InvalidRequest
 
@@ -96,6 +97,8 @@ def check_request(request: GenerationRequest) -> None:
         raise InvalidRequest(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
     if not 1 <= request.num_choices <= MAX_CHOICES:
         raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, not {request.num_choices}", "n")
+    if request.priority not in PriorityClass.values():
+        raise InvalidRequest(f"priority {request.priority} is none of the classes", "priority")
     _check_prompts(request)
     _check_stops(request)
     check_sampling(request.sampling)

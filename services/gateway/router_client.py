@@ -19,6 +19,7 @@ from kvmesh.v1.router_pb2 import (
     REFUSAL_REASON_DEADLINE,
     REFUSAL_REASON_NO_WORKER,
     REFUSAL_REASON_UNKNOWN_MODEL,
+    REFUSAL_REASON_UNSPECIFIED,
     Ask,
     Done,
     Grant,
@@ -32,7 +33,14 @@ from kvmesh.v1.router_pb2_grpc import RouterStub
 
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
-from services.gateway.errors import DeadlineExceeded, GatewayError, ModelNotFound, ModelUnavailable, Overloaded
+from services.gateway.errors import (
+    DeadlineExceeded,
+    GatewayError,
+    InternalError,
+    ModelNotFound,
+    ModelUnavailable,
+    Overloaded,
+)
 
 _OUTBOX_MESSAGES = 16_384
 _CYCLE_PAUSE_S = 0.1
@@ -220,7 +228,9 @@ class RouterClient:
 
 
 def _lost(errors: list[Exception]) -> Exception:
-    return next((error for error in errors if isinstance(error, _RouterLost)), _RouterLost("the stream broke"))
+    """What ended a stream, by name where nobody foresaw it."""
+    known = (error for error in errors if isinstance(error, _RouterLost))
+    return next(known, _RouterLost(type(errors[0]).__name__ if errors else "the stream broke"))
 
 
 def refusal_error(refusal: Refusal) -> GatewayError:
@@ -232,4 +242,7 @@ def refusal_error(refusal: Refusal) -> GatewayError:
         return ModelUnavailable(refusal.detail or "no worker is ready", None, retry_after_s)
     if refusal.reason == REFUSAL_REASON_DEADLINE:
         return Overloaded(refusal.detail or "the deadline cannot be met", None, retry_after_s)
+    if refusal.reason == REFUSAL_REASON_UNSPECIFIED:
+        _log.error("ask_not_understood", request_id=refusal.request_id, detail=refusal.detail)
+        return InternalError("the request could not be placed")
     return Overloaded(refusal.detail or "every worker is full", None, retry_after_s)

@@ -46,6 +46,7 @@ class GatewayServer:
         )
         self.channels = WorkerChannels()
         self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4))
+        self._tasks: list[asyncio.Task[None]] = []
         self.core = self._build_core(settings, secret)
         self._server = MeshServer(settings.listen, secret=None)
         self._server.add(
@@ -74,9 +75,12 @@ class GatewayServer:
             processes=settings.text_processes,
             timeout_s=settings.prepare_timeout_s,
         )
-        metrics.observe_total("kvmesh_gateway_router_failovers", lambda: self.router.failovers)
-        metrics.observe_total("kvmesh_gateway_dropped_dones", lambda: self.router.dropped_dones)
-        metrics.observe_total("kvmesh_gateway_text_pool_losses", lambda: pool.losses)
+        for name, description, read in (
+            ("router_failovers", "Times that a Route stream was lost.", lambda: self.router.failovers),
+            ("dropped_dones", "Ends of attempts that no router was told.", lambda: self.router.dropped_dones),
+            ("text_pool_losses", "Times that the text processes were lost.", lambda: pool.losses),
+        ):
+            metrics.observe_total(f"kvmesh_gateway_{name}", description, read)
         return Core(
             keys=KeyRing(settings.keys_file),
             catalog=ModelCatalog(texts.values()),
@@ -103,29 +107,39 @@ class GatewayServer:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[GatewayServer]:
         """Serve inside the block. Raises RuntimeError when the address is taken."""
-        tasks: list[asyncio.Task[None]] = []
         try:
             await self.core.pool.start()
-            parts = (
-                self.router.run(),
-                self.router.watch_models(self.core.catalog.update),
-                self.pulse.run(),
-                self.channels.sweep(),
-            )
-            tasks = [asyncio.create_task(part) for part in parts]
+            parts = {
+                "route": self.router.run(),
+                "models": self.router.watch_models(self.core.catalog.update),
+                "pulse": self.pulse.run(),
+                "channels": self.channels.sweep(),
+            }
+            self._tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
             self.address = await self._server.start(self._settings.advertise_host)
             await self._server.set_ready(True)
             yield self
         finally:
             await self._server.stop(0)
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
+            for result in await asyncio.gather(*self._tasks, return_exceptions=True):
                 if isinstance(result, Exception):
                     _log.error("background_task_failed", error=repr(result))
             await self.channels.close()
             await self.router.close()
             self.core.pool.close()
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Wait for `stop`. Raises RuntimeError when a background task has ended: without it nobody is served well."""
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in self._tasks:
+                if task.done():
+                    raise RuntimeError(f"its part {task.get_name()} has ended")
+        finally:
+            stopping.cancel()
 
     async def drain(self) -> None:
         """Turn health off, refuse new requests and wait until the running ones have ended, within the deadline."""

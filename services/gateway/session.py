@@ -69,7 +69,9 @@ class Session:
 
     def _record(self, code: str, error: str) -> None:
         figures = self._figures()
-        self.metrics.record_request(api=self.api, model=self.model, code=code, output_tokens=figures.output_tokens)
+        self.metrics.record_request(
+            api=self.api, model=self.model, code=code, error=error, output_tokens=figures.output_tokens
+        )
         if self.generation is not None:
             self.metrics.record_timings(
                 model=self.model, queue_s=figures.route_s, ttft_s=figures.ttft_s, tpot_s=figures.tpot_s

@@ -12,7 +12,15 @@ import pytest
 import pytest_asyncio
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
-from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_OK, OUTCOME_STALE, OUTCOME_WORKER_FAILED, ModelSnapshot
+from kvmesh.v1.inference_pb2 import TokenizeRequest
+from kvmesh.v1.router_pb2 import (
+    OUTCOME_CANCELLED,
+    OUTCOME_OK,
+    OUTCOME_STALE,
+    OUTCOME_WORKER_FAILED,
+    ModelSnapshot,
+    Refusal,
+)
 
 from services.common.blocks import owner_digest
 from services.gateway.text.text_model import TextModel
@@ -102,6 +110,13 @@ async def test_workers_refusal_of_bad_input_is_not_retried(mesh: Mesh) -> None:
     assert len(mesh.router.asks) == 1
 
 
+async def test_an_ask_that_no_router_understands_is_our_bug(mesh: Mesh) -> None:
+    mesh.router.refusal = Refusal(detail="a prompt without tokens")
+    status, error, trailing = await mesh.error("Completions", STREAM)
+    assert (status, error["code"]) == (grpc.StatusCode.INTERNAL, "internal_error")
+    assert "retry-after" not in trailing
+
+
 async def test_disconnect_cancels_everything(mesh: Mesh) -> None:
     mesh.say(ANSWER, hang_after=3)
     for fields in ({}, {"prompt": ["a", "b", "c"]}, {"stream": False}):
@@ -175,6 +190,9 @@ async def test_limits_of_requests_in_flight(strict: Mesh) -> None:
     status, error, trailing = await strict.error("Completions", STREAM)
     assert (status, error["code"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_exceeded")
     assert trailing["retry-after"] == "1"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await strict.native.Tokenize(TokenizeRequest(model="smollm2-135m", text="hi"))
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     for call in calls:
         assert b"[DONE]" in b"".join([message.data async for message in call])
     assert (await strict.complete())["choices"][0]["text"] == ANSWER
@@ -197,6 +215,19 @@ async def test_unknown_tokenizer_is_refused(strict: Mesh) -> None:
     assert not strict.gateway.core.catalog.is_ready
     strict.router.set_models(served_model())
     await eventually(lambda: strict.gateway.core.catalog.is_ready)
+
+
+async def test_a_gateway_without_a_part_of_itself_ends(text_model: TextModel) -> None:
+    async with running_mesh(text_model) as mesh:
+        stop = asyncio.Event()
+        serving = asyncio.create_task(mesh.gateway.run_until(stop))
+        await mesh.gateway.router.close()
+        async with asyncio.timeout(5):
+            with pytest.raises(RuntimeError, match="has ended"):
+                await serving
+        stop.set()
+        with pytest.raises(RuntimeError, match="has ended"):
+            await mesh.gateway.run_until(stop)
 
 
 async def test_drain_finishes_streams_and_refuses_new_ones(strict: Mesh) -> None:

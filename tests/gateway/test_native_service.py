@@ -62,6 +62,7 @@ async def test_generate_from_tokens_without_text(mesh: Mesh) -> None:
         (GenerateRequest(model=MODEL, text="a", temperature=3), grpc.StatusCode.INVALID_ARGUMENT),
         (GenerateRequest(model=MODEL, token_ids=TokenIds(ids=[50_000])), grpc.StatusCode.INVALID_ARGUMENT),
         (GenerateRequest(model=MODEL, text="a", request_id="ü"), grpc.StatusCode.INVALID_ARGUMENT),
+        (GenerateRequest(model=MODEL, text="a", priority=9), grpc.StatusCode.INVALID_ARGUMENT),  # type: ignore[arg-type]
         (GenerateRequest(model="none", text="a"), grpc.StatusCode.NOT_FOUND),
     ],
 )
@@ -78,7 +79,13 @@ async def test_tokenize_and_detokenize(mesh: Mesh) -> None:
     templated = (await mesh.native.Tokenize(TokenizeRequest(model=MODEL, chat=chat))).token_ids
     await generate(mesh, GenerateRequest(model=MODEL, chat=chat))
     assert list(mesh.workers[0].requests[0].prompt_token_ids) == list(templated)
-    for bad in (DetokenizeRequest(model=MODEL, token_ids=[60_000]), DetokenizeRequest(model="none")):
+    many = list(ids) * 500
+    assert (await mesh.native.Detokenize(DetokenizeRequest(model=MODEL, token_ids=many))).text == ANSWER * 500
+    for bad in (
+        DetokenizeRequest(model=MODEL, token_ids=[60_000]),
+        DetokenizeRequest(model=MODEL, token_ids=[*many, 60_000]),
+        DetokenizeRequest(model="none"),
+    ):
         with pytest.raises(grpc.aio.AioRpcError):
             await mesh.native.Detokenize(bad)
     with pytest.raises(grpc.aio.AioRpcError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -25,12 +26,15 @@ from services.gateway.errors import (
     shape_of,
     trailing_metadata,
 )
+from services.gateway.generation import Generation
 from services.gateway.keys import KeyRing, hash_key, new_key, parse_keys
 from services.gateway.output import ChoiceOutput, Delta, Finish
 from services.gateway.planning import ModelView, Tenant, make_plan
+from services.gateway.pulse import Pulse
 from services.gateway.request import GenerationRequest
 from services.gateway.text.stop_strings import StopStrings
 from services.gateway.text.text_model import TextModel
+from tests.support.waiting import eventually
 
 ALL_ERRORS = [
     cls
@@ -173,6 +177,42 @@ def test_a_text_that_cannot_fit_is_not_tokenised_whole(text_model: TextModel, wo
     with pytest.raises(ContextLengthExceeded):
         make_plan(request, text=counting, view=a_view(), tenant=Tenant("t"), block_key=b"k" * 16)  # type: ignore[arg-type]
     assert counting.encoded <= 64 * 8
+
+
+async def test_a_failing_member_does_not_stop_the_pulse() -> None:
+    class Member:
+        beats = 0
+
+        def pulse(self, now_s: float) -> None:
+            self.beats += 1
+            if broken is self:
+                raise ZeroDivisionError
+
+    pulse, broken, sound = Pulse(0.001), Member(), Member()
+    pulse.add(broken)
+    pulse.add(sound)
+    task = asyncio.create_task(pulse.run())
+    await eventually(lambda: sound.beats > 3)
+    task.cancel()
+    assert broken.beats == 1
+    assert len(pulse) == 1
+
+
+async def test_an_unexpected_error_of_one_prompt_reaches_the_reader(text_model: TextModel) -> None:
+    class Broken:
+        async def read(self) -> None:
+            raise ZeroDivisionError
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    request = GenerationRequest(model="m", prompts=[[5], [6]])
+    plan = make_plan(request, text=text_model, view=a_view(), tenant=Tenant("t"), block_key=b"k" * 16)
+    generation = Generation(plan, text_model.vocabulary, [Broken(), Broken()])  # type: ignore[list-item]
+    async with asyncio.timeout(5):
+        with pytest.raises(ZeroDivisionError):
+            await generation.read()
+    generation.close()
 
 
 def test_settings_lists(monkeypatch: pytest.MonkeyPatch) -> None:

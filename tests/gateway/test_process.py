@@ -56,6 +56,8 @@ async def test_life_of_a_process(text_model: TextModel, tmp_path: Path) -> None:
         url = f"http://{started['metrics']}/metrics"
         metrics = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
         assert "\nkvmesh_gateway_inflight_requests" in metrics
+        refused = [line for line in metrics.splitlines() if line.startswith("kvmesh_gateway_requests_total{")]
+        assert [line for line in refused if 'code="UNAUTHENTICATED"' in line and line.endswith(" 1.0")]
         process.send_signal(signal.SIGTERM)
         assert b"[DONE]" in b"".join([message.data async for message in call])
         assert await asyncio.wait_for(asyncio.to_thread(process.wait), 20) == 0
@@ -63,6 +65,8 @@ async def test_life_of_a_process(text_model: TextModel, tmp_path: Path) -> None:
         log = await asyncio.to_thread(process.stderr.read)
         access = [json.loads(line) for line in log.splitlines() if '"request"' in line]
         assert [(line["code"], line["tenant"]) for line in access] == [("OK", "acme")]
+        refusals = [json.loads(line) for line in log.splitlines() if '"refused"' in line]
+        assert [(line["code"], line["error"]) for line in refusals] == [("UNAUTHENTICATED", "AuthenticationFailed")]
         assert "Paris" not in log
         await channel.close(None)
     finally:

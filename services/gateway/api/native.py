@@ -30,7 +30,10 @@ from services.gateway.request import GenerationRequest, Sampling
 from services.gateway.session import OK, Session
 from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.pool import helper
+from services.gateway.text.vocabulary import Vocabulary
 
+# More are turned into text in a helper process, so that the streams of others go on.
+_INLINE_TOKENS = 4096
 _OPTIONAL_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "num_logprobs",
@@ -47,9 +50,9 @@ class InferenceService(InferenceServicer):
         """See the proto."""
         session: Session | None = None
         try:
-            check_request_id(request.request_id)
             session = self._core.open("generate", metadata_of(context), context.time_remaining(), request.request_id)
             on_end(context, session)
+            check_request_id(request.request_id)
             prepared = await self._core.prepare_native(session, generation_request(request))
             generation = self._core.start(session, prepared.plan)
             with_text = request.return_text if request.HasField("return_text") else True
@@ -76,25 +79,25 @@ class InferenceService(InferenceServicer):
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         """See the proto."""
         try:
-            self._core.tenant(metadata_of(context))
-            self._core.catalog.check(request.model)
-            chat = _chat(request.chat) if request.HasField("chat") else None
-            if chat == [] or (chat is None and not request.HasField("text")):
-                raise InvalidRequest("text or chat must be given", "prompt")
-            encoded: bytes = await self._core.pool.call(_tokenize, request.model, request.text, chat)
-            return TokenizeResponse.FromString(encoded)
+            with self._core.place("tokenize", metadata_of(context)):
+                self._core.catalog.check(request.model)
+                chat = _chat(request.chat) if request.HasField("chat") else None
+                if chat == [] or (chat is None and not request.HasField("text")):
+                    raise InvalidRequest("text or chat must be given", "prompt")
+                encoded: bytes = await self._core.pool.call(_tokenize, request.model, request.text, chat)
+                return TokenizeResponse.FromString(encoded)
         except Exception as error:
             await abort(context, as_gateway_error(error))
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         """See the proto."""
         try:
-            self._core.tenant(metadata_of(context))
-            text = self._core.catalog.text_model(request.model)
-            size = len(text.vocabulary.token_bytes)
-            if any(token >= size for token in request.token_ids):
-                raise InvalidRequest(f"a token id is outside the vocabulary of {size}", "token_ids")
-            return DetokenizeResponse(text=decode_all(text.vocabulary, request.token_ids))
+            with self._core.place("detokenize", metadata_of(context)):
+                vocabulary = self._core.catalog.text_model(request.model).vocabulary
+                if len(request.token_ids) <= _INLINE_TOKENS:
+                    return DetokenizeResponse(text=_detokenized(vocabulary, request))
+                encoded: bytes = await self._core.pool.call(_detokenize, request.SerializeToString())
+                return DetokenizeResponse.FromString(encoded)
         except Exception as error:
             await abort(context, as_gateway_error(error))
 
@@ -162,6 +165,20 @@ def _message(event: Event, with_text: bool) -> GenerateResponse:
     assert not isinstance(event, Accepted)
     reason = FINISH_REASON_LENGTH if event.reason == LENGTH else FINISH_REASON_STOP
     return GenerateResponse(finish=ChoiceFinish(choice=event.index, reason=reason, stop_string=event.stop_string))
+
+
+def _detokenized(vocabulary: Vocabulary, request: DetokenizeRequest) -> str:
+    size = len(vocabulary.token_bytes)
+    if any(token >= size for token in request.token_ids):
+        raise InvalidRequest(f"a token id is outside the vocabulary of {size}", "token_ids")
+    return decode_all(vocabulary, request.token_ids)
+
+
+def _detokenize(encoded: bytes) -> bytes:
+    """Runs in a helper process; from a serialized DetokenizeRequest to its response."""
+    request = DetokenizeRequest.FromString(encoded)
+    text = _detokenized(helper().texts[request.model].vocabulary, request)
+    return DetokenizeResponse(text=text).SerializeToString()
 
 
 def _tokenize(model: str, text: str, chat: list[dict[str, str]] | None) -> bytes:
