@@ -51,8 +51,6 @@ class ModelConfig:
     max_positions: int
     tie_embeddings: bool
     attention_bias: bool
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "num_kv_heads", "vocab_size", "max_positions"):

@@ -62,8 +62,6 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
         max_positions=_integer(fields, "context_length"),
         tie_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
-        bos_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_ids=_eos_ids(file),
     )
 
 
@@ -84,11 +82,6 @@ def _rope_scaling(file: GgufFile, fields: dict[str, Any]) -> RopeScaling | None:
 def _vocab_size(file: GgufFile, fields: dict[str, Any]) -> int:
     embedding = file.tensors.get("token_embd.weight")
     return embedding.shape[0] if embedding else _integer(fields, "vocab_size")
-
-
-def _eos_ids(file: GgufFile) -> tuple[int, ...]:
-    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    return tuple(dict.fromkeys(file.metadata[name] for name in names if name in file.metadata))
 
 
 def _decimal(value: float) -> float:

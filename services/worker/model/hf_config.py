@@ -32,8 +32,6 @@ _READ = frozenset(
         "max_position_embeddings",
         "tie_word_embeddings",
         "attention_bias",
-        "bos_token_id",
-        "eos_token_id",
         "model_type",
         "architectures",
     )
@@ -48,7 +46,7 @@ _REQUIRED: dict[str, tuple[object, ...]] = {
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
 }
-# Training, generation defaults, bookkeeping of tools: nothing that the forward pass depends on.
+# Training, special tokens, bookkeeping of tools: nothing that the forward pass depends on.
 _IGNORED = frozenset(
     (
         "_name_or_path",
@@ -58,6 +56,8 @@ _IGNORED = frozenset(
         "use_cache",
         "initializer_range",
         "attention_dropout",
+        "bos_token_id",
+        "eos_token_id",
         "pad_token_id",
         "is_llama_config",
         "transformers.js_config",
@@ -109,8 +109,6 @@ def parse_hf_config(fields: Fields) -> ModelConfig:
         max_positions=_integer(fields, "max_position_embeddings", 2048),
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
         attention_bias=bool(fields.get("attention_bias", False)),
-        bos_id=_first_id(fields.get("bos_token_id")),
-        eos_ids=_ids(fields.get("eos_token_id")),
     )
 
 
@@ -169,12 +167,3 @@ def _number(fields: Fields, name: str, default: float | None = None) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise UnsupportedModel(f"config field {name} = {value!r}: a number is needed")
     return float(value)
-
-
-def _ids(value: object) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
-    return tuple(item for item in values if isinstance(item, int))
-
-
-def _first_id(value: object) -> int | None:
-    return next(iter(_ids(value)), None)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from services.common.blocks import BLOCK_TOKENS
+
 KvDtype = Literal["bfloat16", "float32"]
 
-BLOCK_TOKENS = 16
 KV_DTYPE_BYTES: dict[KvDtype, int] = {"bfloat16": 2, "float32": 4}
 
 
@@ -39,11 +40,6 @@ class KvLayout:
         """Bytes of one block."""
         return self.num_kv_heads * self.kv_head_bytes
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all heads and layers."""
-        return self.block_bytes // BLOCK_TOKENS
-
     def num_blocks(self, pool_bytes: int) -> int:
         """Whole blocks that fit a pool of this size."""
         return pool_bytes // self.block_bytes
@@ -51,7 +47,3 @@ class KvLayout:
     def pool_bytes(self, num_blocks: int) -> int:
         """Size of a pool of that many blocks."""
         return num_blocks * self.block_bytes
-
-    def block_range(self, block: int) -> tuple[int, int]:
-        """First byte of a block in the pool, and one past its last."""
-        return block * self.block_bytes, (block + 1) * self.block_bytes

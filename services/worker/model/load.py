@@ -50,7 +50,7 @@ def open_model(path: Path) -> ModelFiles:
         raise InvalidWeights(f"{path.name}: no such model folder or GGUF file")
     file = read_gguf(path)
     config = parse_gguf_config(file)
-    return ModelFiles(config, GgufSource(file, config), [path], "gguf")
+    return ModelFiles(config, GgufSource(file, config), [path], file.weight_format)
 
 
 def kv_layout(config: ModelConfig, dtype: KvDtype) -> KvLayout:
@@ -87,7 +87,6 @@ def load_runner(
         digest=digest,
         dtype=dtype,
         vocab_size=config.vocab_size,
-        eos_ids=config.eos_ids,
         max_context=context,
         num_blocks=pool.num_blocks,
         weight_format=model.weight_format,

@@ -23,8 +23,9 @@ from services.worker.model.step_check import StepLimits, checked_batch
 class RunnerSpec:
     """What the rest of a worker must know of the loaded model.
 
-    digest: 16 bytes, identifies interchangeable KV. max_context: served context length in tokens. weight_format: gguf
-    or safetensors. backend: which arithmetic runs; replicas with the same backend agree to the last bit.
+    digest: 16 bytes, identifies interchangeable KV. max_context: served context length in tokens. weight_format:
+    "safetensors", or "gguf:" and its quantisations. backend: which arithmetic runs; replicas with the same backend
+    agree to the last bit.
     """
 
     config: ModelConfig
@@ -32,7 +33,6 @@ class RunnerSpec:
     digest: bytes
     dtype: KvDtype
     vocab_size: int
-    eos_ids: tuple[int, ...]
     max_context: int
     num_blocks: int
     weight_format: str

@@ -55,7 +55,7 @@ def test_header_and_tensors(tmp_path: Path) -> None:
     freqs = {"rope_freqs.weight": np.full(8, 2.0, np.float32)}
     file = read_gguf(write(tmp_path / "m.gguf", {**EMBEDDING, **freqs}))
     config = parse_gguf_config(file)
-    assert (config.vocab_size, config.head_dim, config.eos_ids) == (5, 16, (2,))
+    assert (config.vocab_size, config.head_dim, file.weight_format) == (5, 16, "gguf:F32")
     assert config.rms_norm_eps == 1e-5
     assert config.rope_scaling is not None
     assert config.rope_scaling.frequency_divisors == (2.0,) * 8
@@ -94,6 +94,8 @@ def test_half_split_rows() -> None:
 
 
 def test_the_default_model_opens_without_reading_weights(model_path: Path) -> None:
-    config = open_model(model_path).config
+    model = open_model(model_path)
+    config = model.config
+    assert model.weight_format == "gguf:Q4_1,Q8_0"
     assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
     assert (config.rope_theta, config.vocab_size, config.tie_embeddings) == (100000.0, 49152, True)

@@ -69,7 +69,6 @@ def test_round_trip(tmp_path: Path, changes: dict[str, Any], compiled: bool) -> 
         expected = model(tokens).logits[0]
     with loaded(tmp_path, "float32", num_blocks=16, context=256, compiled=compiled) as runner:
         logits = run(runner, Chunk(tokens[0].tolist(), 0, list(range(15, 1, -1))))
-        assert runner.spec.eos_ids == (2, 3)
         assert runner.spec.weight_format == "safetensors"
     error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max().item() < 1e-3
