@@ -1,4 +1,5 @@
--- Makes every HTTP reply plain HTTP, and gives error replies the body of an OpenAI error. Native gRPC replies pass untouched.
+-- Keeps headers that gRPC would choke on from the gateways. Makes every HTTP reply plain HTTP, and gives error replies
+-- the body of an OpenAI error. Native gRPC replies pass untouched.
 --
 -- The gateway sends the error's JSON as trailing metadata; the transcoder, which has run before this filter on the
 -- way out, has made a header of it. Where it is absent (the gRPC runtime itself refused, or Envoy made the reply) the
@@ -30,6 +31,38 @@ local function generic_body(status)
     end
   end
   return string.format('{"error":{"message":"%s","type":"%s","param":null,"code":%s}}', known[1], known[2], known[3])
+end
+
+-- A gRPC server parses these by itself, and one that does not parse spoils the name in the header table of the
+-- connection that all clients share: every later request with that name would fail. So none passes unchecked.
+local ENCODINGS = {identity = true, gzip = true, deflate = true}
+
+local function is_safe(name, value)
+  if name == "grpc-encoding" then
+    return ENCODINGS[value] or false
+  end
+  return name == "grpc-timeout" or name == "grpc-accept-encoding" or not (name:find("^grpc%-") or name:find("%-bin$"))
+end
+
+local function is_deadline(value)
+  return #value <= 9 and value:find("^%d+[HMSmun]$") ~= nil
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  local unsafe = {}
+  for name, value in pairs(headers) do
+    if name == "grpc-timeout" and not is_deadline(value) then
+      handle:respond({[":status"] = "400"}, "grpc-timeout is malformed")
+      return
+    end
+    if not is_safe(name, value) then
+      table.insert(unsafe, name)
+    end
+  end
+  for _, name in ipairs(unsafe) do
+    headers:remove(name)
+  end
 end
 
 function envoy_on_response(handle)

@@ -46,7 +46,14 @@ _CHANNEL_OPTIONS = (
     # Several services of one process may talk to the same peer; sharing one connection would couple their flow control.
     ("grpc.use_local_subchannel_pool", 1),
 )
-_SERVER_OPTIONS = (*_OPTIONS, ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000), ("grpc.so_reuseport", 0))
+_SERVER_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+    # Above what Envoy lets through (60 KiB): as it comes gRPC refuses 16 KiB as exhausted resources, a retryable 429.
+    ("grpc.max_metadata_size", 80 * 1024),
+    ("grpc.absolute_max_metadata_size", 96 * 1024),
+)
 
 _tracer = trace.get_tracer("kvmesh.rpc")
 

@@ -26,6 +26,21 @@ async def test_generate_streams_and_the_deadline_travels(channel: grpc.aio.Chann
     assert {delta.text for delta in deltas} == {"True"}
 
 
+async def test_metadata_that_grpc_cannot_parse_harms_nobody_else(channel: grpc.aio.Channel) -> None:
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    wanted = inference_pb2.GenerateRequest(model="m")
+    for metadata in ((("grpc-previous-rpc-attempts", "x"),), (("grpc-retry-pushback-ms", "x"),), (("any-bin", b"\0"),)):
+        for _ in range(2):
+            assert len([one async for one in stub.Generate(wanted, timeout=10, metadata=metadata)]) == 3
+
+
+async def test_a_compressed_request_passes(channel: grpc.aio.Channel) -> None:
+    call = inference_pb2_grpc.InferenceStub(channel).Generate(
+        inference_pb2.GenerateRequest(model="m" * 1000), timeout=10, compression=grpc.Compression.Gzip
+    )
+    assert len([one async for one in call]) == 3
+
+
 async def test_a_status_stays_a_status(channel: grpc.aio.Channel) -> None:
     call = inference_pb2_grpc.InferenceStub(channel).Generate(
         inference_pb2.GenerateRequest(model="missing"), timeout=10

@@ -77,6 +77,43 @@ async def test_get_routes(edge: Edge) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "bad", "good", "status"),
+    [
+        ("grpc-timeout", "abc", "5S", 400),
+        ("grpc-timeout", "-1S", "5S", 400),
+        ("grpc-timeout", "1", "5S", 400),
+        ("grpc-timeout", "123456789S", "5S", 400),
+        ("grpc-encoding", "foo", "identity", 200),
+        ("grpc-encoding", "gzip", "identity", 200),
+        ("grpc-previous-rpc-attempts", "abc", "1", 200),
+        ("grpc-retry-pushback-ms", "abc", "1", 200),
+        ("grpc-internal-encoding-request", "q", "gzip", 200),
+        ("grpc-status", "abc", "0", 200),
+        ("grpc-trace-bin", "!!!", "AAAA", 200),
+        ("grpc-tags-bin", "%%", "AAAA", 200),
+        ("endpoint-load-metrics-bin", "!!", "AAAA", 200),
+        ("any-bin", "a", "AAAA", 200),
+    ],
+)
+async def test_a_header_that_grpc_cannot_parse_harms_nobody_else(
+    edge: Edge, name: str, bad: str, good: str, status: int
+) -> None:
+    """The connection to a gateway is shared, and so is its header table."""
+    for value, expected in ((good, 200), (bad, status), (good, 200), (bad, status), (good, 200)):
+        async with request(edge.port, "POST", CHAT, script(), {name: value}) as response:
+            body = await response.body()
+            assert response.status == expected, (name, value, body)
+            if expected == 400:
+                assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_large_headers_pass_or_are_refused_as_too_large(edge: Edge) -> None:
+    for size, expected in ((1_000, 200), (12_000, 200), (20_000, 200), (50_000, 200), (70_000, 431)):
+        async with request(edge.port, "POST", CHAT, script(), {"authorization": "k" * size}) as response:
+            assert response.status == expected, size
+
+
+@pytest.mark.parametrize(
     ("grpc_status", "http_status"),
     [
         ("INVALID_ARGUMENT", 400),
