@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envoy.config.core.v3 import address_pb2, extension_pb2
+from envoy.config.core.v3 import address_pb2
 from google.protobuf import any_pb2, duration_pb2, message, wrappers_pb2
 
 from deploy.envoy.settings import Address
@@ -13,11 +13,6 @@ def packed(inner: message.Message) -> any_pb2.Any:
     result = any_pb2.Any()
     result.Pack(inner)
     return result
-
-
-def extension(name: str, config: message.Message) -> extension_pb2.TypedExtensionConfig:
-    """A named extension with its configuration."""
-    return extension_pb2.TypedExtensionConfig(name=name, typed_config=packed(config))
 
 
 def seconds(value: float) -> duration_pb2.Duration:

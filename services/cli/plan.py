@@ -14,8 +14,7 @@ from services.cli.state import StateDir
 from services.common.models import ModelSource
 
 LOOPBACK = "127.0.0.1"
-# Order of starting; stopping goes from the clients inwards.
-KINDS = ("valkey", "kvstore", "router", "worker", "gateway", "envoy")
+# From the clients inwards; the last is the first to start.
 STOP_ORDER = ("envoy", "gateway", "worker", "router", "kvstore", "valkey")
 # Envoy has waited for the requests in flight before a service is told to stop.
 DRAIN_DEADLINE_S = 8.0

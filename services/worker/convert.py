@@ -29,7 +29,6 @@ def submit_message(
     return Submit(
         key=key,
         request_id=request.request_id,
-        attempt=request.attempt,
         prompt=np.array(request.prompt_token_ids, dtype="<u4").tobytes(),
         block_root=request.block_root,
         prompt_block_ids=request.prompt_block_ids,

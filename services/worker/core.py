@@ -3,7 +3,7 @@
 The owner hands in messages (`handle`), takes a step (`schedule`), runs it and hands its result back (`commit` or
 `fail_step`), and sends what has gathered in `to_front` and `to_mover`. Time is an argument: seconds of any one clock.
 Every request handed in gets exactly one terminal message: StaleRequest, RequestFailed or its RequestUsage; an aborted
-one gets none, its sender having gone.
+one gets none, its sender having gone, but its figures are told (RequestAborted) once its prompt has been computed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from services.worker.messages import (
     PullDone,
     PushDone,
     PushTarget,
+    RequestAborted,
     RequestFailed,
     RequestUsage,
     StaleRequest,
@@ -86,7 +87,7 @@ class EngineCore:
             case Submit():
                 self._submit(message, now)
             case Abort(key=key):
-                self._remove(key)
+                self._abort(key, now)
             case DrainEngine():
                 self._draining = True
             case PushTarget(location_id=location_id):
@@ -211,6 +212,12 @@ class EngineCore:
             self.scheduler.enqueue(request)
         else:
             self.to_mover.append(pull)
+
+    def _abort(self, key: int, now: float) -> None:
+        request = self.scheduler.requests.get(key)
+        if request is not None and request.prefilled:
+            self.to_front.append(RequestAborted(_usage(request), now - request.arrival_s, request.traceparent))
+        self._remove(key)
 
     def _finish_pull(self, done: PullDone, now: float) -> None:
         request, runs = self.transfers.finish_pull(done, now)

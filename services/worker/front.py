@@ -28,12 +28,13 @@ from services.worker.messages import (
     Message,
     MoverCounters,
     PushTarget,
+    RequestAborted,
     RequestFailed,
     StaleRequest,
     StepOutput,
     Submit,
 )
-from services.worker.observation import WorkerMetrics
+from services.worker.observation import WorkerMetrics, record_aborted_spans
 from services.worker.push_target import NO_TARGET
 from services.worker.streams import Event, RequestStream, StreamTable
 
@@ -144,6 +145,9 @@ class Front:
                 self.board.publish(message)
             case AdmittedRequest() | StaleRequest() | RequestFailed():
                 self._deliver(message)
+            case RequestAborted():
+                self.metrics.served(message.usage)
+                record_aborted_spans(message)
             case BlockChanges(adds=adds, removes=removes):
                 self._announcer.remove(split_ids(removes))
                 self._announcer.add(split_ids(adds), Tier.HBM)
@@ -159,7 +163,7 @@ class Front:
             stream.admitted = True
             self.board.note_admitted(stream.name)
         if not stream.put(event) and isinstance(event, ChoiceOutput):
-            _log.warning("a stream is not read", request=stream.name)
+            _log.warning("a stream is not read", request_id=stream.name.rpartition("/")[0])
             self._engine.link.send(Abort(stream.key))
             stream.put(RequestFailed(stream.key, "RESOURCE_EXHAUSTED", "the stream is read too slowly"))
 

@@ -104,12 +104,8 @@ class Link(Generic[T]):
 
 def wait_links(links: list[Link[Any]], timeout_s: float) -> None:
     """Wait until a link has something to receive (or room for what is unsent), at most `timeout_s`."""
-    select.select(links_sockets(links), [link.socket for link in links if link.has_unsent], [], timeout_s)
-
-
-def links_sockets(links: list[Link[Any]]) -> list[socket.socket]:
-    """Sockets of `links`."""
-    return [link.socket for link in links]
+    unsent = [link.socket for link in links if link.has_unsent]
+    select.select([link.socket for link in links], unsent, [], timeout_s)
 
 
 class AsyncLink(Generic[T]):

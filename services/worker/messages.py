@@ -48,7 +48,6 @@ class Submit(Message, frozen=True):
 
     key: int
     request_id: str
-    attempt: int
     prompt: bytes
     block_root: bytes
     prompt_block_ids: bytes
@@ -161,6 +160,17 @@ class StepOutput(Message, frozen=True):
 
     choices: list[ChoiceOutput]
     completed: list[RequestUsage]
+
+
+class RequestAborted(Message, frozen=True):
+    """Figures of an aborted request whose prompt had been computed; no terminal message, its reader has gone.
+
+    age_s: seconds since its arrival.
+    """
+
+    usage: RequestUsage
+    age_s: float
+    traceparent: str
 
 
 class EngineLoad(Message, frozen=True):
@@ -300,7 +310,15 @@ class MoverCounters(Message, frozen=True):
 FromFrontToEngine = Configure | Submit | Abort | DrainEngine | PushTarget
 FromMoverToEngine = PullDone | PushDone | PinBlocks | Unpin
 FromEngineToFront = (
-    EngineReady | EngineFailed | AdmittedRequest | StaleRequest | RequestFailed | StepOutput | EngineLoad | BlockChanges
+    EngineReady
+    | EngineFailed
+    | AdmittedRequest
+    | StaleRequest
+    | RequestFailed
+    | RequestAborted
+    | StepOutput
+    | EngineLoad
+    | BlockChanges
 )
 FromEngineToMover = PullBlocks | CancelPull | PushBlocks | PinnedSlots
 FromMoverToFront = MoverReady | MoverCounters

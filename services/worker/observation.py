@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
-from opentelemetry import metrics, trace
+from opentelemetry import metrics, propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from services.worker.load_board import LoadBoard
-from services.worker.messages import EngineLoad, MoverCounters, RequestUsage
+from services.worker.messages import EngineLoad, MoverCounters, RequestAborted, RequestUsage
 
 _meter = metrics.get_meter("kvmesh.worker")
 _tracer = trace.get_tracer("kvmesh.worker")
@@ -21,7 +22,9 @@ class WorkerMetrics:
     def __init__(self, board: LoadBoard) -> None:
         self.mover = MoverCounters(0, 0, 0, 0, 0, 0, 0)
         self._board = board
-        self._prompt_tokens = _meter.create_counter("kvmesh_prompt_tokens", description="Prompt tokens served.")
+        self._prompt_tokens = _meter.create_counter(
+            "kvmesh_prompt_tokens", description="Prompt tokens of requests served."
+        )
         self._cached_tokens = _meter.create_counter(
             "kvmesh_cached_prompt_tokens",
             description="Prompt tokens not computed, by the tier that held them.",
@@ -41,6 +44,10 @@ class WorkerMetrics:
     def finished(self, usage: RequestUsage) -> None:
         """A request has run to its end."""
         self._requests.add(1, {"outcome": "completed"})
+        self.served(usage)
+
+    def served(self, usage: RequestUsage) -> None:
+        """What was done for a request, whether or not its reader stayed to the end."""
         self._prompt_tokens.add(usage.prompt_tokens)
         self._output_tokens.add(usage.output_tokens)
         for tier, tokens in cached_by_tier(usage).items():
@@ -106,6 +113,14 @@ def record_spans(usage: RequestUsage, *, parent: Context, submitted_ns: int, end
         _span(name, parent, at_ns, end_ns, _attributes(name, usage))
         at_ns = end_ns
     _span("decode", parent, at_ns, ended_ns, _attributes("decode", usage))
+
+
+def record_aborted_spans(aborted: RequestAborted) -> None:
+    """The same for a request whose reader has gone, as of now."""
+    ended_ns = time.time_ns()
+    parent = propagate.extract({"traceparent": aborted.traceparent}, Context())
+    submitted_ns = ended_ns - int(aborted.age_s * 1e9)
+    record_spans(aborted.usage, parent=parent, submitted_ns=submitted_ns, ended_ns=ended_ns)
 
 
 def _span(name: str, parent: Context, start_ns: int, end_ns: int, attributes: dict[str, int]) -> None:

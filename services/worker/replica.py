@@ -183,7 +183,7 @@ async def _start_mover(
         child_end=child_end,
         fds=(parts.mover_end.fileno(), parts.pool_fd),
         receives=FromMoverToFront,
-        environment=secret_environment(settings),
+        environment={**secret_environment(settings), "KVMESH_LOG_LEVEL": settings.log_level},
     )
 
 

@@ -67,11 +67,6 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that are ready to be scheduled and hold nothing."""
-        return len(self._waiting)
-
-    @property
     def num_decoding(self) -> int:
         """Running sequences whose next step is one token."""
         return sum(sequence.num_missing == 1 for sequence in self._running)

@@ -58,14 +58,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.WorkerGenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
         """Run one attempt; see the protocol."""
-        if request.model_digest != self._identity.model_digest:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this replica serves another model")
         remaining_s = context.time_remaining()
         deadline_s = self._default_deadline_s if remaining_s is None else remaining_s
         try:
             stream = self._submit(request, deadline_s)
         except Refused as refusal:
             self._front.metrics.ended(refusal.code.lower())
+            _log.info("request refused", code=refusal.code, detail=refusal.detail, **_names(request))
             await context.abort(grpc.StatusCode[refusal.code], refusal.detail)
         # A cancelled call may never come back to this generator; its end is what releases the request.
         context.add_done_callback(lambda _: self._front.release(stream))  # type: ignore[arg-type]
@@ -76,6 +75,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     for response in exchange.responses(await stream.take()):
                         yield response
         except TimeoutError:
+            _log.error("the engine did not answer in time", **_names(request))
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the engine did not answer in time")
         finally:
             self._front.release(stream)
@@ -105,6 +105,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.DrainResponse()
 
     def _submit(self, request: worker_pb2.WorkerGenerateRequest, deadline_s: float) -> RequestStream:
+        if request.model_digest != self._identity.model_digest:
+            raise Refused("FAILED_PRECONDITION", "this replica serves another model")
         carrier: dict[str, str] = {}
         propagate.inject(carrier)
         return self._front.submit(
@@ -156,7 +158,7 @@ class _Exchange:
                 self.is_over = True
                 self.failure = event
                 self._front.metrics.ended(event.code.lower())
-                _log.info("request failed", code=event.code, **self._names())
+                _log.info("request failed", code=event.code, **_names(self._request))
             case RequestUsage():
                 self.is_over = True
                 self._complete(event)
@@ -174,11 +176,13 @@ class _Exchange:
             queue_s=round(usage.queue_s, 4),
             pull_s=round(usage.pull_s, 4),
             prefill_s=round(usage.prefill_s, 4),
-            **self._names(),
+            **_names(self._request),
         )
 
-    def _names(self) -> dict[str, object]:
-        return {"request_id": self._request.request_id, "attempt": self._request.attempt}
+
+def _names(request: worker_pb2.WorkerGenerateRequest) -> dict[str, object]:
+    """For log lines."""
+    return {"request_id": request.request_id, "attempt": request.attempt}
 
 
 def _group_of(event: Event) -> tuple[int, int]:

@@ -62,11 +62,6 @@ class Transfers:
         self._has_target = False
 
     @property
-    def num_pulling(self) -> int:
-        """Pulls in flight, those of removed requests included."""
-        return len(self._pulls)
-
-    @property
     def is_idle(self) -> bool:
         """Whether the mover holds no slot."""
         return not (self._pulls or self._pushes or self._pins)

@@ -30,6 +30,7 @@ from services.worker.messages import (
     PushBlocks,
     PushDone,
     PushTarget,
+    RequestAborted,
     RequestFailed,
     Sampling,
     StaleRequest,
@@ -51,7 +52,6 @@ CONTEXT = 256
 def submit(key: int, prompt: list[int], max_tokens: int, **changes: object) -> Submit:
     fields: dict[str, object] = {
         "request_id": f"r{key}",
-        "attempt": 1,
         "block_root": bytes(ROOT),
         "prompt_block_ids": b"".join(chain_block_ids(KEY, ROOT, prompt)),
         "owner_digest": b"o" * 16,
@@ -166,7 +166,14 @@ class CoreMachine(RuleBasedStateMachine):
             key = data.draw(st.integers(1, self.keys))
             if key not in self.terminal:
                 self.aborted.add(key)
-            self._handle(Abort(key))
+            request = self.core.scheduler.requests.get(key)
+            self.core.handle(Abort(key), self.now)
+            told = [message.usage for message in self.core.to_front if isinstance(message, RequestAborted)]
+            assert [usage.key for usage in told] == ([key] if request is not None and request.prefilled else [])
+            for usage in told:
+                assert usage.prompt_tokens == len(self.prompts[key][0])
+                assert usage.output_tokens == sum(len(self.outputs.get((key, c), [])) for c in range(16))
+            self._collect()
             assert key not in self.core.scheduler.requests
 
     @rule(data=st.data())

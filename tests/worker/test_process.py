@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -41,6 +42,7 @@ async def test_serves_a_model(worker: WorkerProcess, valkey: Valkey) -> None:
     await _choices_and_logprobs(worker)
     await _bad_input_fails_alone(worker)
     await _cancelling_frees_blocks(worker)
+    await _an_aborted_request_counts(worker)
     await _deadlines(worker)
     await _watch_reports_load_and_names(worker)
     assert worker.log().count("Traceback") == 0
@@ -123,6 +125,10 @@ async def _bad_input_fails_alone(worker: WorkerProcess) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await worker.generate(*arguments, **changes)
         assert caught.value.code() == code
+    assert total(worker.metrics(), "kvmesh_worker_requests_total", outcome="failed_precondition") == 1
+    refusals = [json.loads(line) for line in worker.log().splitlines() if '"request refused"' in line]
+    assert [line["code"] for line in refusals] == ["FAILED_PRECONDITION"]
+    assert refusals[0]["request_id"]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await worker.stub.Drain(worker_pb2.DrainRequest(), timeout=5)
     assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -139,6 +145,26 @@ async def _cancelling_frees_blocks(worker: WorkerProcess) -> None:
         call.cancel()
     await worker.wait_idle(within_s=3)
     await eventually_async(lambda: _settled(worker))
+
+
+async def _an_aborted_request_counts(worker: WorkerProcess) -> None:
+    """Its prompt was computed and its cache hits were hits, although nobody read it to the end."""
+    tokens = prompt(64, 80)
+    await worker.generate(tokens, 2)
+    before = worker.metrics()
+    call = worker.stub.Generate(worker.request(tokens, 500), metadata=worker.metadata())
+    while (await call.read()).WhichOneof("event") != "tokens":
+        pass
+    call.cancel()
+
+    def counted() -> bool:
+        now = worker.metrics()
+        return [
+            total(now, name) - total(before, name)
+            for name in ("kvmesh_prompt_tokens_total", "kvmesh_cached_prompt_tokens_total")
+        ] == [64, 48]
+
+    await eventually(counted)
 
 
 async def _settled(worker: WorkerProcess) -> bool:

@@ -62,11 +62,6 @@ class Puller:
         self._done = done
         self._running: dict[int, tuple[_Progress, asyncio.Task[None]]] = {}
 
-    @property
-    def num_running(self) -> int:
-        """Pulls without a PullDone yet."""
-        return len(self._running)
-
     def start(self, message: PullBlocks) -> None:
         """Begin a pull; refuses it at once when too many run."""
         if len(self._running) >= MAX_CONCURRENT_PULLS or message.key in self._running:

@@ -51,12 +51,8 @@ class Pusher:
         self._target: PushTarget | None = None
         self._rests_until_s = 0.0
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_PUSHES)
+        # Pushes without a PushDone yet.
         self._num_queued = 0
-
-    @property
-    def num_running(self) -> int:
-        """Pushes without a PushDone yet."""
-        return self._num_queued
 
     def set_target(self, target: PushTarget) -> None:
         """Push there from now on; an empty location id means nowhere."""

@@ -46,12 +46,8 @@ class PinnedSource:
         self._send = send
         self._keys = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[list[int]]] = {}
+        # Pins that the engine holds, or may hold, for us.
         self._num_pins = 0
-
-    @property
-    def num_pins(self) -> int:
-        """Pins that the engine holds, or may hold, for us."""
-        return self._num_pins
 
     def pinned(self, message: PinnedSlots) -> None:
         """The engine's answer. One that nobody waits for any more was unpinned already."""
