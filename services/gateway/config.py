@@ -30,7 +30,10 @@ class GatewaySettings(ServiceSettings):
     text_processes: int = Field(2, ge=1, le=32, description="Processes that parse and tokenise long requests.")
     ask_timeout_s: float = Field(5.0, gt=0, description="Longest wait for a placement.")
     router_silence_s: float = Field(0.8, gt=0, description="Unanswered asks for so long: the next router is tried.")
-    admit_timeout_s: float = Field(10.0, gt=0, description="Longest wait for a worker to admit a request.")
+    admit_patience_s: float = Field(
+        1.2, gt=0, description="Silence of a granted worker, doubled each time, before the router is asked again."
+    )
+    admit_timeout_s: float = Field(10.0, gt=0, description="Silence of granted workers before one counts as failed.")
     stall_timeout_s: float = Field(60.0, gt=0, description="Longest silence of a worker within a request.")
     max_attempts: int = Field(3, ge=1, le=10, description="Workers tried before the first token.")
 

@@ -1,7 +1,8 @@
 """One prompt on its way through the mesh: ask, grant, Worker.Generate, and again elsewhere while nothing is lost by it.
 
 `read` gives the worker's messages from Admitted to Completed. A worker that is STALE is asked for again (twice at
-most); one that fails before the first token is excluded and another is asked for, unseen by the client. A failure
+most); one that fails before the first token is excluded and another is asked for, unseen by the client. While a worker
+says nothing at all the router is asked again, which by then knows whether it is suspect; patience doubles. A failure
 after the first token raises WorkerFailed; that is the place where a broken stream would be resumed.
 Every granted attempt is closed by one Done. `close` is idempotent and releases everything.
 """
@@ -55,6 +56,7 @@ class Placement:
     secret: MeshSecret
     pulse: Pulse
     metrics: GatewayMetrics
+    admit_patience_s: float
     admit_timeout_s: float
     stall_timeout_s: float
     max_attempts: int
@@ -93,6 +95,8 @@ class PlacedStream:
     _attempt: int = 0
     _stale: int = 0
     _failures: int = 0
+    _silences: int = 0
+    _waiting_since_s: float = 0.0
     _excluded: list[str] = field(default_factory=list)
     _address: str = ""
     _call: Any = None  # grpc.aio.UnaryStreamCall; grpc-stubs type a stub's calls as the synchronous ones
@@ -115,7 +119,7 @@ class PlacedStream:
                 continue
             except asyncio.CancelledError:
                 if self._stalled and not self._closed:
-                    self._fail("the worker is silent")
+                    self._on_silence()
                     continue
                 raise
             if not isinstance(message, WorkerGenerateResponse):
@@ -147,7 +151,8 @@ class PlacedStream:
 
     def pulse(self, now_s: float) -> None:
         """Break off an attempt whose worker has been silent for too long."""
-        limit_s = self.placement.stall_timeout_s if self._admitted else self.placement.admit_timeout_s
+        patience_s = self.placement.admit_patience_s * 2**self._silences
+        limit_s = self.placement.stall_timeout_s if self._admitted else patience_s
         if self._call is not None and not self._stalled and now_s - self._heard_at_s > limit_s:
             self._stalled = True
             self._call.cancel()
@@ -168,6 +173,7 @@ class PlacedStream:
             raise asyncio.CancelledError
         self._heard_at_s = time.monotonic()
         self.route_s += self._heard_at_s - now_s
+        self._waiting_since_s = self._waiting_since_s or self._heard_at_s
         self.worker_id, self._address = grant.worker_id, grant.worker_address
         stub = self.placement.channels.acquire(self._address)
         self._admitted = self._stalled = False
@@ -233,6 +239,17 @@ class PlacedStream:
         if self._stale > _MAX_STALE:
             raise Overloaded("every worker's queue is longer than expected")
 
+    def _on_silence(self) -> None:
+        """A worker that has not admitted the request may only be slow: it is not excluded before the last patience."""
+        waited_s = time.monotonic() - self._waiting_since_s
+        if self._admitted or waited_s > self.placement.admit_timeout_s:
+            self._fail("the worker is silent")
+            return
+        self._silences += 1
+        self.placement.metrics.count_retry("silent")
+        _log.warning("worker_silent", worker_id=self.worker_id, attempt=self._attempt, waited_s=round(waited_s, 3))
+        self._end_attempt(OUTCOME_CANCELLED)
+
     def _fail(self, reason: str) -> None:
         """Leave a broken attempt; returns when another may be tried, raises when not."""
         self._failures += 1
@@ -245,6 +262,7 @@ class PlacedStream:
             self._raise(WorkerFailed(f"{self._failures} workers failed to answer"))
         self._end_attempt(OUTCOME_WORKER_FAILED)
         self._excluded.append(self.worker_id)
+        self._silences, self._waiting_since_s = 0, 0.0
 
     def _raise(self, error: GatewayError) -> None:
         self._end_attempt(OUTCOME_WORKER_FAILED if isinstance(error, WorkerFailed) else OUTCOME_CANCELLED)

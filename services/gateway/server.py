@@ -99,6 +99,7 @@ class GatewayServer:
             secret=secret,
             pulse=self.pulse,
             metrics=metrics,
+            admit_patience_s=settings.admit_patience_s,
             admit_timeout_s=settings.admit_timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
             max_attempts=settings.max_attempts,

@@ -73,6 +73,7 @@ class Script:
     tokens: list[int] = field(default_factory=list)
     finish: int = FINISH_REASON_STOP
     stale: bool = False
+    mute: bool = False
     fail_after: int | None = None
     fail_before_admission: grpc.StatusCode | None = None
     hang_after: int | None = None
@@ -117,6 +118,8 @@ class FakeWorker(WorkerServicer):
     ) -> AsyncIterator[WorkerGenerateResponse]:
         if script.fail_before_admission is not None:
             await context.abort(script.fail_before_admission, "scripted")
+        if script.mute:
+            await asyncio.Event().wait()
         if script.stale:
             yield WorkerGenerateResponse(stale=Stale(load=WorkerLoad(waiting_requests=9)))
             return

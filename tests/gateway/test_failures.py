@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -158,8 +159,8 @@ async def test_grant_carries_identity_to_the_worker(mesh: Mesh) -> None:
 async def strict_shared(text_model: TextModel) -> AsyncIterator[Mesh]:
     """A mesh with short limits."""
     async with running_mesh(
-        text_model, workers=2, admit_timeout_s=0.6, stall_timeout_s=0.6, heartbeat_s=0.2, max_inflight_requests=4,
-        max_tenant_inflight_requests=3, default_deadline_s=30,
+        text_model, workers=2, admit_patience_s=0.2, admit_timeout_s=0.5, stall_timeout_s=0.6, heartbeat_s=0.2,
+        max_inflight_requests=4, max_tenant_inflight_requests=3, default_deadline_s=30,
     ) as mesh:  # fmt: skip
         yield mesh
 
@@ -180,6 +181,24 @@ async def test_silent_worker_is_given_up(strict: Mesh) -> None:
     raw = (await strict.post("Completions", STREAM)).decode()
     assert '"worker_failed"' in raw
     assert raw.count("\n\n: \n\n") >= 1, "a silent stream is kept open by comments"
+
+
+async def test_the_router_is_asked_again_while_the_worker_says_nothing(strict: Mesh) -> None:
+    """Not excluded at first: it may be slow and alone. The router does not name it again once it is suspect."""
+    tokens = answer_tokens(strict)
+    strict.plan[:] = [Script(mute=True), Script(tokens)]
+    start_s = time.monotonic()
+    assert (await strict.complete())["choices"][0]["text"] == ANSWER
+    assert time.monotonic() - start_s < 0.6
+    assert [list(ask.excluded_workers) for ask in strict.router.asks] == [[], []]
+    await eventually(lambda: len(strict.router.dones) == 2)
+    assert [done.outcome for done in strict.router.dones] == [OUTCOME_CANCELLED, OUTCOME_OK]
+
+
+async def test_a_worker_that_stays_silent_is_excluded(strict: Mesh) -> None:
+    strict.plan[:] = [Script(mute=True), Script(mute=True), Script(answer_tokens(strict))]
+    assert (await strict.complete())["choices"][0]["text"] == ANSWER
+    assert [list(ask.excluded_workers) for ask in strict.router.asks] == [[], [], ["w0"]]
 
 
 async def test_limits_of_requests_in_flight(strict: Mesh) -> None:
