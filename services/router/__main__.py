@@ -21,7 +21,7 @@ from services.common.telemetry import process_telemetry
 from services.router.config import RouterSettings
 from services.router.decisions import Decisions
 from services.router.index.follower import IndexFollower
-from services.router.metrics import RouterMetrics, observe_gauges
+from services.router.metrics import RouterMetrics, observe_gauges, observe_total
 from services.router.models_feed import ModelsFeed
 from services.router.placement import PlacementConfig
 from services.router.service import RouterService
@@ -137,9 +137,10 @@ def _observe(decisions: Decisions) -> None:
             "kvmesh_router_workers": ("Known workers.", lambda: len(table.workers)),
             "kvmesh_router_suspect_workers": ("Workers without life signs.", suspects),
             "kvmesh_router_pending_attempts": ("Grants in no report yet.", lambda: float(table.rows["pending"].sum())),
-            "kvmesh_router_pending_timeouts": ("Grants that no report ever showed.", lambda: table.pending_timeouts),
-            "kvmesh_router_redis_connected": ("1 while Redis answers.", lambda: float(decisions.redis_connected)),
         }
+    )
+    observe_total(
+        "kvmesh_router_pending_timeouts", "Grants that no report ever showed.", lambda: table.pending_timeouts
     )
 
 

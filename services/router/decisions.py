@@ -98,7 +98,7 @@ class Decisions:
                 "attempt closed",
                 request_id=attempt.request_id,
                 attempt=attempt.attempt,
-                worker=entry.worker_id,
+                worker_id=entry.worker_id,
                 outcome=outcome,
                 predicted_ttft_s=round(entry.predicted_ttft_s, 6),
                 actual_ttft_s=round(ttft_s, 6),
@@ -132,7 +132,7 @@ class Decisions:
         elif _explains():
             _log.debug(
                 "granted",
-                worker=answer.worker_id,
+                worker_id=answer.worker_id,
                 policy=answer.policy,
                 predicted_ttft_s=round(answer.predicted_ttft_s, 6),
                 local_blocks=answer.local_blocks,

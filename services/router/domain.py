@@ -132,7 +132,7 @@ class Explanation:
         order = np.argsort(self.scores, kind="stable")[:most]
         return [
             {
-                "worker": names.get(int(self.candidates[at]), ""),
+                "worker_id": names.get(int(self.candidates[at]), ""),
                 "score": round(float(self.scores[at]), 6),
                 **{name: round(float(values[at]), 6) for name, values in self.terms.items()},
             }

@@ -62,8 +62,13 @@ def observe_gauges(gauges: dict[str, tuple[str, Callable[[], float]]]) -> None:
     """Register gauges, name -> (description, read), that are read when metrics are collected."""
     meter = metrics.get_meter("kvmesh.router")
     for name, (description, read) in gauges.items():
+        meter.create_observable_gauge(name, [_observer(read)], description=description)
 
-        def callback(_: CallbackOptions, read: Callable[[], float] = read) -> Iterable[Observation]:
-            return [Observation(read())]
 
-        meter.create_observable_gauge(name, [callback], description=description)
+def observe_total(name: str, description: str, read: Callable[[], int]) -> None:
+    """Register a counter that somebody else keeps."""
+    metrics.get_meter("kvmesh.router").create_observable_counter(name, [_observer(read)], description=description)
+
+
+def _observer(read: Callable[[], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    return lambda _: [Observation(read())]

@@ -93,7 +93,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             if isinstance(answer, Refused):
                 span.set_attribute("kvmesh.refusal", answer.reason.value)
                 return router_pb2.RouteResponse(refusal=_refusal(message, answer))
-            span.set_attribute("kvmesh.worker", answer.worker_id)
+            span.set_attribute("kvmesh.worker_id", answer.worker_id)
             span.set_attribute("kvmesh.policy", answer.policy)
             span.set_attribute("kvmesh.predicted_ttft_s", answer.predicted_ttft_s)
             span.set_attribute("kvmesh.local_blocks", answer.local_blocks)

@@ -99,10 +99,10 @@ class WorkerWatcher:
             task.cancel()
         self._table.forget(worker_id)
         self._on_membership()
-        _log.info("worker gone", worker=worker_id)
+        _log.info("worker gone", worker_id=worker_id)
 
     async def _watch(self, record: LocationRecord) -> None:
-        worker_id, backoff = WorkerId(record.id), Backoff()
+        worker_id, backoff, told = WorkerId(record.id), Backoff(), ""
         channel = open_channel(record.grpc_address)
         try:
             while True:
@@ -112,9 +112,13 @@ class WorkerWatcher:
                 self._mark_tried(worker_id)
                 if worker_id in self._orphans:
                     self._drop(worker_id)
-                if time.monotonic() - began_s > SILENCE_S:
+                has_lasted = time.monotonic() - began_s > SILENCE_S
+                if has_lasted:
                     backoff.reset()
-                    _log.warning("worker suspect", worker=worker_id, detail=detail)
+                # The same failure at every attempt is told once.
+                if has_lasted or detail != told:
+                    _log.warning("worker suspect", worker_id=worker_id, detail=detail)
+                told = detail
                 await asyncio.sleep(backoff.next_s())
         finally:
             await channel.close(None)
@@ -130,8 +134,10 @@ class WorkerWatcher:
                 if report.HasField("load"):
                     self._table.report(WorkerId(record.id), load_of(report.load), time.monotonic())
                     self._mark_tried(WorkerId(record.id))
-        except (grpc.aio.AioRpcError, TimeoutError, WrongWorkerError) as error:
-            return str(error.code().name) if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
+        except grpc.aio.AioRpcError as error:
+            return str(error.code().name)
+        except (TimeoutError, WrongWorkerError) as error:
+            return str(error) or "silent"
         return "ended"
 
     async def _reports(self, channel: grpc.aio.Channel) -> AsyncIterator[worker_pb2.WorkerReport]:
@@ -155,7 +161,7 @@ class WorkerWatcher:
         if (identity.worker_id, identity.epoch) != (record.id, record.epoch):
             raise WrongWorkerError(f"{identity.worker_id} at the address of {record.id}")
         self._table.identify(identity.worker_id, identity, time.monotonic())
-        _log.info("worker seen", worker=record.id, address=record.grpc_address, model=identity.model)
+        _log.info("worker seen", worker_id=record.id, address=record.grpc_address, model=identity.model)
 
 
 def identity_of(message: worker_pb2.WorkerIdentity) -> Identity:

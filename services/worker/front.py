@@ -117,7 +117,7 @@ class Front:
         """Tell engine and mover where blocks are pushed to from now on."""
         if target != self._target:
             self._target = target
-            _log.info("push target", node=target.location_id or None)
+            _log.info("push target", kvstore_id=target.location_id)
             self._mover.link.send(target)
             self._engine.link.send(target)
 

@@ -78,6 +78,7 @@ def test_one_trace_through_every_service(tmp_path: Path) -> None:
             complete(mesh.url, prefix, traced=True)
             wait_for(lambda: set(services_of_trace(log.read_text())) >= SERVICES, within_s=20, what=str(SERVICES))
     spans = services_of_trace(log.read_text())
+    assert {"admit", "tokenize", "route"} <= spans["kvmesh-gateway"]
     assert {"route"} <= spans["kvmesh-router"]
     assert {"queue", "pull", "prefill", "decode"} <= spans["kvmesh-worker"]
     assert "Once upon a time" not in log.read_text()

@@ -218,7 +218,7 @@ def test_the_explanation_adds_up() -> None:
     scene.worker("b", replace(IDLE, queued_prefill_tokens=500))
     grant = scene.grant(scene.ask(chain(4)))
     best, *_ = grant.explanation.best(scene.table.by_row, 2)
-    assert best["worker"] == grant.worker_id
+    assert best["worker_id"] == grant.worker_id
     terms = grant.explanation.terms
     totals = terms["queue_s"] + terms["pull_s"] + terms["prefill_s"] + terms["interference_s"]
     assert totals[grant.explanation.chosen] == pytest.approx(grant.predicted_ttft_s)

@@ -186,6 +186,7 @@ async def test_grants_count_until_reports_show_them(tmp_path: Path, valkey: Valk
         await eventually_async(pending(5))
         stream.call.cancel()
         await eventually_async(pending(0), timeout_s=8)
+        assert re.search(r"kvmesh_router_pending_timeouts_total{.*} 5\.0", process.metrics())
 
 
 async def test_a_worker_that_is_silent_breaks_or_leaves_gets_nothing(

@@ -58,7 +58,7 @@ class Pusher:
         """Push there from now on; an empty location id means nowhere."""
         self._target = target if target.location_id else None
         self._rests_until_s = 0.0
-        _log.info("push target", kvstore=target.location_id)
+        _log.info("push target", kvstore_id=target.location_id)
 
     def start(self, message: PushBlocks) -> None:
         """Begin or drop a push."""
