@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tomllib
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.cli.errors import CliError
 from services.common.models import DEFAULT_MODEL
+from services.common.settings import configuration_tables
 
 
 class MeshOptions(BaseModel):
@@ -56,15 +55,9 @@ def mesh_options(**values: object) -> MeshOptions:
 
 
 def configured_redis_url() -> str:
-    """Redis as the environment or the configuration file name it; empty: start an embedded Valkey."""
-    for name in ("KVMESH_REDIS_URL", "REDIS_URL"):
-        if os.environ.get(name):
-            return os.environ[name]
-    path = os.environ.get("KVMESH_CONFIG")
-    if not path:
-        return ""
-    try:
-        common = tomllib.loads(Path(path).read_text()).get("common", {})
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise CliError(f"configuration file {path}: {error}") from None
-    return str(common.get("redis_url", ""))
+    """Redis as environment or configuration file name it, with the services' precedence; empty: an embedded Valkey.
+
+    Raises ConfigurationError.
+    """
+    of_file = configuration_tables().get("common", {}).get("redis_url", "")
+    return os.environ.get("KVMESH_REDIS_URL") or str(of_file) or os.environ.get("REDIS_URL", "")

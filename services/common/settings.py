@@ -26,6 +26,7 @@ from pydantic_settings import (
 )
 
 S = TypeVar("S", bound="ServiceSettings")
+TABLES = ("common", "gateway", "router", "kvstore", "worker")
 
 
 class ConfigurationError(Exception):
@@ -103,11 +104,25 @@ def _env_prefix(service: str) -> str:
 
 
 def _file_values(service: str) -> dict[str, Any]:
+    tables = configuration_tables(service)
+    return {**tables.get("common", {}), **tables.get(service, {})}
+
+
+def configuration_tables(*more: str) -> dict[str, dict[str, Any]]:
+    """Tables of the file that KVMESH_CONFIG names; none without it. Raises ConfigurationError.
+
+    One file serves all services, so every service's table may be there; more: names beyond those.
+    """
     path = os.environ.get("KVMESH_CONFIG")
     if not path:
         return {}
     try:
-        tables = tomllib.loads(Path(path).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"configuration file {path}: {error}") from None
-    return {**tables.get("common", {}), **tables.get(service, {})}
+    for name, table in tables.items():
+        if name not in (*TABLES, *more):
+            raise ConfigurationError(f"configuration file {path}: unknown table or key {name}")
+        if not isinstance(table, dict):
+            raise ConfigurationError(f"configuration file {path}: {name} is not a table")
+    return tables

@@ -12,6 +12,7 @@ from services.cli.options import MeshOptions, configured_redis_url, mesh_options
 from services.cli.plan import Binaries, MeshPlan, Planner
 from services.cli.state import StateDir
 from services.common.models import ModelSource
+from services.common.settings import ConfigurationError
 
 MODELS = (ModelSource("a", Path("/a.gguf")), ModelSource("b", Path("/b.gguf")))
 PASSWORD = "never-in-a-command-line"
@@ -100,16 +101,16 @@ def test_redis_of_the_environment_and_of_the_file(tmp_path: Path, monkeypatch: p
     for name in ("REDIS_URL", "KVMESH_REDIS_URL", "KVMESH_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     assert configured_redis_url() == ""
+    monkeypatch.setenv("REDIS_URL", "redis://plain/0")
+    assert configured_redis_url() == "redis://plain/0"
     file = tmp_path / "kvmesh.toml"
     file.write_text('[common]\nredis_url = "redis://file/0"\n')
     monkeypatch.setenv("KVMESH_CONFIG", str(file))
     assert configured_redis_url() == "redis://file/0"
-    monkeypatch.setenv("REDIS_URL", "redis://plain/0")
-    assert configured_redis_url() == "redis://plain/0"
     monkeypatch.setenv("KVMESH_REDIS_URL", "redis://ours/0")
     assert configured_redis_url() == "redis://ours/0"
     file.write_text("not toml")
     monkeypatch.delenv("REDIS_URL")
     monkeypatch.delenv("KVMESH_REDIS_URL")
-    with pytest.raises(CliError, match="configuration file"):
+    with pytest.raises(ConfigurationError, match="configuration file"):
         configured_redis_url()

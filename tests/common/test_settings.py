@@ -58,6 +58,29 @@ def test_unknown_key_of_the_file_stops_the_start(monkeypatch: pytest.MonkeyPatch
         load_settings(ProbeSettings, [])
 
 
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"x = [", "Invalid value"),
+        (b"a = \xff", "utf-8"),
+        (b"probe = 5", "probe is not a table"),
+        (b"worker = 5", "worker is not a table"),
+        (b"[wroker]\nwidth = 2", "wroker"),
+        (b"width = 2", "width"),
+    ],
+)
+def test_a_broken_file_stops_the_start_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes, named: str
+) -> None:
+    file = tmp_path / "mesh.toml"
+    file.write_bytes(content)
+    monkeypatch.setenv("KVMESH_CONFIG", str(file))
+    with pytest.raises(ConfigurationError, match=named) as caught:
+        load_settings(ProbeSettings, [])
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_unknown_flag_stops_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_settings(ProbeSettings, ["--height", "2"])
