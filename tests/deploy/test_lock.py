@@ -1,4 +1,4 @@
-"""requirements.lock holds what its packages need on every Python that KVMesh supports: it is installed without resolving."""
+"""requirements.lock holds what its packages need on every supported Python: it is installed without resolving."""
 
 from __future__ import annotations
 
