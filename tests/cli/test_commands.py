@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -15,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import clean_environment
+
 
 def kvmesh(*arguments: str, state: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("KVMESH_", "REDIS_", "OTEL_"))}
     return subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],
-        env={**inherited, "KVMESH_STATE": str(state), **environment},
+        env=clean_environment(KVMESH_STATE=str(state), **environment),
         capture_output=True,
         text=True,
         timeout=180,

@@ -176,7 +176,7 @@ def test_models(client: openai.OpenAI, mesh: Mesh) -> None:
     assert extra["context_length"] > 0
     assert extra["dtype"] in ("bfloat16", "float32")
     assert len(extra["digest"]) == 32
-    assert "gguf" in extra["weight_format"]
+    assert extra["weight_format"] == "gguf:Q4_1,Q8_0"
     for path in ("/healthz", "/readyz"):
         with urlopen(mesh.url + path, timeout=5) as response:
             assert response.status == 200

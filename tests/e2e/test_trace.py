@@ -13,7 +13,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from tests.support.mesh import MODEL, free_port, running_mesh, wait_for
+from tests.support.mesh import MODEL, running_mesh, wait_for
+from tests.support.processes import free_port
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 SERVICES = {"envoy", "kvmesh-gateway", "kvmesh-router", "kvmesh-worker", "kvmesh-kvstore"}

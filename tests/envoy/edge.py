@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,15 +22,10 @@ from deploy.envoy.settings import Address, EnvoySettings
 from services.cli.binaries import envoy_binary
 from services.common.rpc import MeshServer
 from tests.envoy.http_client import request
+from tests.support.processes import free_port
 
 Context = grpc.aio.ServicerContext[Any, Any]
 STATUSES = {code.name: code for code in grpc.StatusCode}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -9,8 +9,9 @@ import grpc
 import pytest
 from kvmesh.v1 import inference_pb2, inference_pb2_grpc
 
-from tests.envoy.edge import free_port, running_envoy, serving_gateway
+from tests.envoy.edge import running_envoy, serving_gateway
 from tests.envoy.http_client import request
+from tests.support.processes import free_port
 
 MODELS = "/v1/models"
 

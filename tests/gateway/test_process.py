@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from services.gateway.keys import hash_key
 from services.gateway.text.text_model import TextModel
 from tests.gateway.conftest import ANSWER
 from tests.gateway.fakes import FakeRouter, FakeWorker, Script
+from tests.support.processes import clean_environment
 from tests.support.waiting import eventually
 
 
@@ -37,7 +37,7 @@ async def test_life_of_a_process(text_model: TextModel, tmp_path: Path) -> None:
     keys, ready = tmp_path / "keys", tmp_path / "ready.json"
     keys.write_text(f"{hash_key('kvm-test')} acme\n")
     flags = ["--routers", await router.start(), "--keys-file", str(keys), "--ready-file", str(ready)]
-    environment = {**os.environ, "KVMESH_MESH_SECRET": "a secret for tests only"}
+    environment = clean_environment(KVMESH_MESH_SECRET="a secret for tests only")
     process = subprocess.Popen(command(*flags), env=environment, stderr=subprocess.PIPE, text=True)
     try:
         await eventually(ready.is_file, 30)
@@ -87,7 +87,7 @@ async def test_life_of_a_process(text_model: TextModel, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_settings_end_the_start_with_one_line(flags: list[str], named: str) -> None:
-    environment = {**os.environ, "KVMESH_MESH_SECRET": "a secret for tests only"}
+    environment = clean_environment(KVMESH_MESH_SECRET="a secret for tests only")
     ended = subprocess.run(command(*flags), env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     lines = [line for line in ended.stderr.splitlines() if line.startswith("kvmesh:")]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,8 @@ import pytest
 
 from services.common.transfer.protocol import PeerAddress
 from tests.common.transfer.blocks import SECRET
+from tests.support.mesh import wait_for
+from tests.support.processes import clean_environment
 from tests.support.valkey import Valkey
 
 _ROOT = Path(__file__).parents[2]
@@ -34,10 +34,14 @@ class KvStoreProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "services.kvstore", *flags, *options],
                 cwd=_ROOT,
-                env=os.environ | {"KVMESH_MESH_SECRET": SECRET},
+                env=clean_environment(KVMESH_MESH_SECRET=SECRET),
                 stderr=log,
             )
-        self.ready = self._wait(ready)
+        try:
+            self.ready = self._wait(ready)
+        except BaseException:
+            self.end()
+            raise
         self.peer = PeerAddress(self.ready["pull_address"], self.ready["address"])
 
     def log(self) -> list[dict[str, Any]]:
@@ -55,12 +59,11 @@ class KvStoreProcess:
         self.process.wait(10)
 
     def _wait(self, ready: Path) -> dict[str, Any]:
-        deadline_s = time.monotonic() + _START_DEADLINE_S
-        while not ready.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
-                self.end()
-                raise RuntimeError(self._log.read_text())
-            time.sleep(0.02)
+        wait_for(
+            lambda: ready.exists() or self.process.poll() is not None, within_s=_START_DEADLINE_S, what="a kvstore"
+        )
+        if not ready.exists():
+            raise RuntimeError(self._log.read_text())
         found: dict[str, Any] = json.loads(ready.read_text())
         return found
 

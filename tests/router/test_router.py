@@ -25,6 +25,7 @@ from services.common.redis_client import RedisClient, connect_redis
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
 from tests.router.fake_worker import DIGEST, FakeWorker
+from tests.support.processes import clean_environment
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually, eventually_async
 
@@ -98,7 +99,7 @@ class GatewayStream:
 @asynccontextmanager
 async def router(folder: Path, url: str, *flags: str) -> AsyncIterator[RouterProcess]:
     ready_file = folder / "router.json"
-    environment = {**os.environ, "KVMESH_MESH_SECRET": "a secret of the mesh"}
+    environment = clean_environment(KVMESH_MESH_SECRET="a secret of the mesh")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.router", "--redis-url", url, "--ready-file", str(ready_file), *flags),
         env=environment,

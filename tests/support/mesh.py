@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
+
+from tests.support.processes import clean_environment, free_port
 
 KVMESH = (sys.executable, "-m", "services.cli")
 MODEL = "smollm2-135m"
@@ -29,13 +30,6 @@ def wait_for(condition: Callable[[], bool], *, within_s: float, what: str) -> fl
             raise AssertionError(f"not within {within_s} s: {what}")
         time.sleep(0.05)
     return time.monotonic() - start
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -112,10 +106,7 @@ def total(samples: dict[str, float], name: str, **labels: str) -> float:
 @contextmanager
 def running_mesh(state: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Mesh]:
     """`kvmesh up --detach` with `options`, ready; taken down at the end."""
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("KVMESH_", "OTEL_", "REDIS_"))
-    }
-    mesh = Mesh(state=state, port=free_port(), env={**environment, **(env or {})})
+    mesh = Mesh(state=state, port=free_port(), env=clean_environment(**(env or {})))
     up = [*KVMESH, "up", "--detach", "--http-port", str(mesh.port), "--state", str(state), *options]
     started = subprocess.run(up, env=mesh.env, capture_output=True, text=True, timeout=180, check=False)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from services.common.blocks import block_root, cache_namespace, chain_block_ids,
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
 from tests.support.mesh import scrape
+from tests.support.processes import clean_environment
 from tests.support.waiting import eventually_async
 
 SECRET = "a secret of the tests"
@@ -154,16 +154,13 @@ async def running_worker(folder: Path, redis_url: str, *flags: str, threads: int
     folder.mkdir(parents=True, exist_ok=True)
     ready_file, log = folder / "ready.json", folder / "worker.log"
     ready_file.unlink(missing_ok=True)
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("KVMESH_", "OTEL_", "REDIS_"))
-    }
     command = [sys.executable, "-m", "services.worker", "--redis-url", redis_url, "--ready-file", str(ready_file)]
     pool = [] if "--num-blocks" in flags else ["--num-blocks", "256"]
     instance = [] if "--instance" in flags else ["--instance", "w"]
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             [*command, *instance, "--threads", str(threads), *pool, *flags],
-            env={**environment, "KVMESH_MESH_SECRET": SECRET},
+            env=clean_environment(KVMESH_MESH_SECRET=SECRET),
             stderr=stderr,
         )
     try:

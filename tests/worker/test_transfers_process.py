@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ from kvmesh.v1 import common_pb2
 from services.common.redis_client import connect_redis
 from services.common.registry import LocationRecord, RegistryWatcher
 from tests.support.mesh import total
+from tests.support.processes import clean_environment
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually
 from tests.worker.replica import SECRET, running_worker
@@ -24,11 +24,9 @@ from tests.worker.test_process import prompt
 @contextlib.asynccontextmanager
 async def running_kvstore(redis_url: str) -> AsyncIterator[None]:
     """A kvstore node that ends with the context."""
-    settings = ("KVMESH_", "OTEL_", "REDIS_")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(settings)}
     process = subprocess.Popen(
         [sys.executable, "-m", "services.kvstore", "--redis-url", redis_url, "--instance", "kv"],
-        env={**environment, "KVMESH_MESH_SECRET": SECRET},
+        env=clean_environment(KVMESH_MESH_SECRET=SECRET),
     )
     try:
         yield

@@ -34,6 +34,7 @@ from services.worker.messages import (
     Unpin,
 )
 from tests.common.transfer.blocks import EPOCH, SECRET, block_format, payload
+from tests.support.processes import clean_environment
 
 _ROOT = Path(__file__).parents[3]
 BLOCK_BYTES = 192 * 1024
@@ -171,7 +172,7 @@ async def _start(transport: str) -> MoverProcess:
     process = subprocess.Popen(
         [sys.executable, "-m", "services.worker.mover", "--config", json.dumps(config)],
         cwd=_ROOT,
-        env=os.environ | {"KVMESH_MESH_SECRET": SECRET},
+        env=clean_environment(KVMESH_MESH_SECRET=SECRET),
         pass_fds=(engine_theirs.fileno(), front_theirs.fileno(), descriptor),
     )
     pool = mmap.mmap(descriptor, NUM_BLOCKS * BLOCK_BYTES)
