@@ -28,6 +28,7 @@ from services.gateway.errors import (
 )
 from services.gateway.generation import Generation
 from services.gateway.keys import KeyRing, hash_key, new_key, parse_keys
+from services.gateway.new_key import main as new_key_main
 from services.gateway.output import ChoiceOutput, Delta, Finish
 from services.gateway.planning import ModelView, Tenant, make_plan
 from services.gateway.pulse import Pulse
@@ -89,6 +90,16 @@ def test_keys_file_errors_name_the_line_and_no_content(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError):
         KeyRing(tmp_path / "missing")
     assert KeyRing(None).tenant_of("", 0.0) == Tenant("default")
+
+
+def test_a_new_key_is_of_the_tenant_it_was_made_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert new_key_main(["acme", "2"]) == 0
+    made = capsys.readouterr()
+    (tmp_path / "keys").write_text(made.out)
+    assert made.err.strip() not in made.out
+    assert KeyRing(tmp_path / "keys").tenant_of(f"Bearer {made.err.strip()}", 0.0) == Tenant("acme", 2)
+    assert new_key_main(["two words"]) == 2
+    assert new_key_main([]) == 2
 
 
 def test_admission_counts() -> None:

@@ -48,6 +48,7 @@ class _RefusalReason:
 class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REFUSAL_REASON_UNSPECIFIED: _RefusalReason.ValueType  # 0
+    """The ask makes no sense: the gateway's own bug."""
     REFUSAL_REASON_NO_WORKER: _RefusalReason.ValueType  # 1
     """No worker of the model is ready."""
     REFUSAL_REASON_OVERLOADED: _RefusalReason.ValueType  # 2
@@ -60,6 +61,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper): ...
 
 REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
+"""The ask makes no sense: the gateway's own bug."""
 REFUSAL_REASON_NO_WORKER: RefusalReason.ValueType  # 1
 """No worker of the model is ready."""
 REFUSAL_REASON_OVERLOADED: RefusalReason.ValueType  # 2
@@ -129,6 +131,7 @@ class Ask(_message.Message):
     """Upper bound on the output tokens of all choices."""
     num_choices: _builtins.int
     priority: _common_pb2.PriorityClass.ValueType
+    """By which a router that grants by class and tenant would order asks; the worker orders by the class."""
     tenant: _builtins.str
     deadline_s: _builtins.float
     """Time the caller still has, from sending this message. 0: the service's default."""

@@ -51,7 +51,7 @@ class WorkerGenerateRequest(_message.Message):
     """Most output tokens of each choice."""
     priority: _common_pb2.PriorityClass.ValueType
     expected_local_blocks: _builtins.int
-    """Leading blocks the router believes this worker holds, and whether an overfull queue is answered with Stale."""
+    """Leading blocks the router believes this worker holds; those it lacks count as work that the decision did not know of."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -229,7 +229,9 @@ class Completed(_message.Message):
     PULL_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
-    """Seconds from arrival to the first scheduled step, pulling included in neither; and time spent pulling."""
+    """Seconds from arrival to the first scheduled step without pulling, of pulling, and from the first scheduled step to
+    the end of the prompt's computation.
+    """
     pull_s: _builtins.float
     prefill_s: _builtins.float
     @_builtins.property
