@@ -83,13 +83,19 @@ async def _read_stream(reader: asyncio.StreamReader, start: float) -> Timing:
         now = time.perf_counter() - start
         received += data
         if not data or (not first_s and not received.startswith(b"HTTP/1.1 200")):
-            raise RequestFailedError(received.decode(errors="replace")[-500:] or "the server closed the connection")
+            raise RequestFailedError(_answer(bytes(received)) or "the server closed the connection")
         if _EVENT in data:
             first_s = first_s or now
             last_s = now
     usage = _usage(bytes(received))
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return Timing(first_s, last_s, usage["completion_tokens"], cached)
+
+
+def _answer(received: bytes) -> str:
+    """Status and body of a refusal, on one line."""
+    head, _, body = received.decode(errors="replace").partition("\r\n\r\n")
+    return " ".join(f"{head.partition(chr(10))[0]} {body}".split())[:500]
 
 
 def _usage(received: bytes) -> dict[str, Any]:

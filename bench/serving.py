@@ -1,7 +1,8 @@
-"""Measures a running mesh: `python -m bench.serving --url http://127.0.0.1:8080`, or `--direct WORKER` around it.
+"""Measures a running mesh: `kvmesh bench`, or around gateway and Envoy with `--direct WORKER_ADDRESS`.
 
 Two workloads: prompts of 256 unique tokens with 64 output tokens, and 1,024 shared + 64 unique with 32, warm. Figures
-are medians over rounds. End-of-sequence is ignored, so that every request has the same length.
+are medians over rounds. End-of-sequence is ignored, so that every request has the same length. An API key is taken from
+OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -103,7 +104,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="public name of the model")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="clients at once")
-    parser.add_argument("--workload", type=int, nargs="+", choices=range(len(WORKLOADS)), default=[0, 1], help="which")
+    parser.add_argument(
+        "--workload",
+        type=int,
+        nargs="+",
+        choices=range(len(WORKLOADS)),
+        default=[0, 1],
+        help="; ".join(f"{number}: {workload.name}" for number, workload in enumerate(WORKLOADS)),
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of which medians are taken")
     parser.add_argument("--waves", type=int, default=2, help="requests of each client in a round")
     parser.add_argument("--min-requests", type=int, default=6, help="fewest requests of a round")

@@ -81,7 +81,7 @@ def load_settings(cls: type[S], argv: Sequence[str]) -> S:
     try:
         return cls(
             _cli_settings_source=CliSettingsSource(
-                cls, cli_parse_args=list(argv), cli_prog_name=f"kvmesh {cls.service}"
+                cls, cli_parse_args=list(argv), cli_prog_name=f"kvmesh {cls.service}", cli_exit_on_error=False
             )
         )  # type: ignore[call-arg]
     except ValidationError as error:

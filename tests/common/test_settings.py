@@ -81,10 +81,12 @@ def test_a_broken_file_stops_the_start_with_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_flag_stops_the_start(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        load_settings(ProbeSettings, ["--height", "2"])
-    assert "--height" in capsys.readouterr().err
+@pytest.mark.parametrize("flags", [["--nonsense", "1"], ["--listen"]])
+def test_a_wrong_flag_stops_the_start_with_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match=flags[0]) as raised:
+        load_settings(ProbeSettings, flags)
+    assert "\n" not in str(raised.value)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_settings_are_frozen_and_hide_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,6 @@ import typer
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from kvmesh.v1 import router_pb2, router_pb2_grpc
-from rich.console import Console
-from rich.table import Table
 
 from services.cli.commands.arguments import StateOption, state_dir
 from services.cli.errors import CliError
@@ -115,9 +113,15 @@ def _show_rows(rows: list[dict[str, object]], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    table = Table(box=None, header_style="bold")
-    for column in rows[0] if rows else ():
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    Console().print(table if rows else "none")
+    typer.echo("\n".join(_table(rows)) if rows else "none")
+
+
+def _table(rows: list[dict[str, object]]) -> list[str]:
+    """Lines of a table with a column for every field; a terminal that is too narrow wraps it, nothing is cut.
+
+    Fields that a row leaves out (those that the router does not know) show as "-".
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([str(row.get(name, "-")) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]

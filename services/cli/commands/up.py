@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,31 +22,38 @@ _DOWN_TIMEOUT_S = 90.0
 
 
 def up(
-    workers: Annotated[int | None, typer.Option(help="Model replicas. [default: 1]")] = None,
-    kvstores: Annotated[int | None, typer.Option(help="Nodes of the KV tier. [default: 1]")] = None,
-    routers: Annotated[int | None, typer.Option(help="Router replicas. [default: 1]")] = None,
-    gateways: Annotated[int | None, typer.Option(help="Gateway replicas. [default: 1]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Model replicas. (default: 1)")] = None,
+    kvstores: Annotated[int | None, typer.Option(help="Nodes of the KV tier. (default: 1)")] = None,
+    routers: Annotated[int | None, typer.Option(help="Router replicas. (default: 1)")] = None,
+    gateways: Annotated[int | None, typer.Option(help="Gateway replicas. (default: 1)")] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Model: a known name, PATH or NAME=PATH; repeat for more. [default: smollm2-135m]"),
+        typer.Option(help="Model: a known name, PATH or NAME=PATH; repeat for more. (default: smollm2-135m)"),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cpu]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32. [default: bfloat16]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: cpu)")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32. (default: bfloat16)")] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Compute threads of a worker. [default: the cores shared out]")
+        int | None, typer.Option(help="Compute threads of a worker. (default: the cores shared out)")
     ] = None,
-    kv_cache_mb: Annotated[int | None, typer.Option(help="KV cache of a worker, MiB. [default: 1024]")] = None,
-    kvstore_mb: Annotated[int | None, typer.Option(help="Memory of a kvstore node, MiB. [default: 1024]")] = None,
-    policy: Annotated[str | None, typer.Option(help="How routers choose. [default: predicted_ttft]")] = None,
-    http_host: Annotated[str | None, typer.Option(help="Address that Envoy listens on. [default: 127.0.0.1]")] = None,
-    http_port: Annotated[int | None, typer.Option(help="Port that Envoy listens on. [default: 8080]")] = None,
+    kv_cache_mb: Annotated[int | None, typer.Option(help="KV cache of a worker, MiB. (default: 1024)")] = None,
+    kvstore_mb: Annotated[int | None, typer.Option(help="Memory of a kvstore node, MiB. (default: 1024)")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="How routers choose: predicted_ttft, prefix_hash, least_loaded or round_robin."
+            " (default: predicted_ttft)"
+        ),
+    ] = None,
+    http_host: Annotated[str | None, typer.Option(help="Address that Envoy listens on. (default: 127.0.0.1)")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Port that Envoy listens on. (default: 8080)")] = None,
     redis: Annotated[
-        str | None, typer.Option(help="Redis URL. [default: $REDIS_URL, else a Valkey of the mesh's own]")
+        str | None, typer.Option(help="Redis URL. (default: $REDIS_URL, else a Valkey of the mesh's own)")
     ] = None,
     trace_sampling_percent: Annotated[
-        float | None, typer.Option(help="Traces begun at Envoy that are kept, where OTEL_* names a collector.")
+        float | None,
+        typer.Option(help="Traces begun at Envoy that are kept, where OTEL_* names a collector. (default: 100)"),
     ] = None,
-    start_timeout_s: Annotated[float | None, typer.Option(help="Longest start. [default: 180]")] = None,
+    start_timeout_s: Annotated[float | None, typer.Option(help="Longest start. (default: 180)")] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the mesh serves.")] = False,
     state: StateOption = None,
 ) -> None:
@@ -98,7 +107,12 @@ def _welcome(console: Console, options: MeshOptions, took_s: float) -> None:
     url = f"http://{reachable(f'{options.http_host}:{options.http_port}')}"
     name = resolve_model(options.models[0]).name
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": name, "messages": [question], "stream": True})
+    body = json.dumps({"model": name, "messages": [question], "max_tokens": 100, "stream": True})
     console.print(f"The mesh is ready on {url} ({took_s:.1f} s).", style="bold green")
     console.print(f"  curl -N {url}/v1/chat/completions -d '{body}'", markup=False, soft_wrap=True)
-    console.print("  kvmesh chat · kvmesh ps · kvmesh logs worker-0 -f · kvmesh down", style="dim")
+    console.print(f"  next: {_program()} chat | ps | logs worker-0 -f | down", style="dim", soft_wrap=True)
+
+
+def _program() -> str:
+    """The command as it was typed."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "kvmesh" else "kvmesh"
