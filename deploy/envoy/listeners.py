@@ -20,7 +20,7 @@ from google.protobuf import message, struct_pb2
 
 from deploy.envoy.clusters import OTLP
 from deploy.envoy.descriptors import OPENAI_SERVICE, openai_descriptor_set
-from deploy.envoy.local_replies import local_reply_config
+from deploy.envoy.local_replies import local_reply_config, lua_tables
 from deploy.envoy.routes import metrics_routes, public_routes
 from deploy.envoy.settings import Address, EnvoySettings
 from deploy.envoy.wire import boolean, packed, seconds, socket_address, uint32
@@ -135,7 +135,7 @@ def _filter(name: str, config: message.Message) -> http_connection_manager_pb2.H
 
 def _error_script() -> lua_pb2.Lua:
     source = files("deploy.envoy").joinpath("openai_errors.lua").read_text()
-    return lua_pb2.Lua(default_source_code=base_pb2.DataSource(inline_string=source))
+    return lua_pb2.Lua(default_source_code=base_pb2.DataSource(inline_string=lua_tables() + source))
 
 
 def _transcoder(settings: EnvoySettings) -> transcoder_pb2.GrpcJsonTranscoder:

@@ -1,7 +1,8 @@
-"""Replies that Envoy makes by itself, in the shape of OpenAI's errors.
+"""Replies that are not a gateway's own, in the shape of OpenAI's errors: one table for both places that write them.
 
-The Lua filter shapes what passes the filter chain; this covers what does not (a request refused before the chain
-exists) and gives native gRPC callers plain text, since Envoy makes `grpc-message` from the body.
+The Lua filter shapes what passes the filter chain; the local reply configuration covers what does not (a request
+refused before the chain exists) and gives native gRPC callers plain text, since Envoy makes `grpc-message` from the
+body.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ LOCAL_REPLIES = (
     LocalReply(413, "The request body is too large.", code="request_too_large"),
     LocalReply(426, "This version of HTTP is not supported."),
     LocalReply(431, "The request headers are too large.", code="request_too_large"),
+    LocalReply(499, "The request was cancelled.", type="cancelled_error"),
+    LocalReply(501, "This is not supported."),
     LocalReply(429, "Too many requests.", type="rate_limit_error", code="rate_limit_exceeded", retry=True),
     LocalReply(
         503,
@@ -54,15 +57,33 @@ LOCAL_REPLIES = (
     ),
     LocalReply(504, "The deadline of the request has passed.", type="timeout_error", code="deadline_exceeded"),
 )
-_OTHER = LocalReply(0, "The request could not be served.", type="server_error")
+_REFUSED = LocalReply(0, "The request was refused.")
+_FAILED = LocalReply(0, "The service failed to answer.", type="server_error")
 
 
 def local_reply_config() -> http_connection_manager_pb2.LocalReplyConfig:
     """Mappers in order: native gRPC callers, then one for each status, then the general body."""
     return http_connection_manager_pb2.LocalReplyConfig(
         mappers=[_native_grpc(), *(_mapper(reply) for reply in LOCAL_REPLIES)],
-        body_format=_json(_OTHER.body),
+        body_format=_json(_FAILED.body),
     )
+
+
+def lua_tables() -> str:
+    """The bodies as the Lua filter reads them."""
+    rows = [f'  ["{reply.status}"] = {_lua_string(reply.body)},' for reply in LOCAL_REPLIES]
+    return "\n".join(
+        (
+            *("local BODIES = {", *rows, "}"),
+            f"local REFUSED = {_lua_string(_REFUSED.body)}",
+            f"local FAILED = {_lua_string(_FAILED.body)}\n",
+        )
+    )
+
+
+def _lua_string(text: str) -> str:
+    assert "]==]" not in text
+    return f"[==[{text}]==]"
 
 
 def _json(body: str) -> substitution_format_string_pb2.SubstitutionFormatString:

@@ -9,28 +9,9 @@ local RETRY_AFTER_S = "1"
 -- What gRPC and the transcoder leave on a reply; an HTTP client has no use for it.
 local GRPC_HEADERS = {"grpc-status", "grpc-message", "grpc-accept-encoding"}
 
-local MESSAGES = {
-  ["400"] = {"The request is malformed.", "invalid_request_error", "null"},
-  ["404"] = {"There is no such path or model.", "invalid_request_error", "null"},
-  ["408"] = {"The request did not arrive in time.", "timeout_error", "null"},
-  ["413"] = {"The request body is too large.", "invalid_request_error", '"request_too_large"'},
-  ["429"] = {"Too many requests.", "rate_limit_error", '"rate_limit_exceeded"'},
-  ["499"] = {"The request was cancelled.", "cancelled_error", "null"},
-  ["501"] = {"This is not supported.", "invalid_request_error", "null"},
-  ["503"] = {"The service is unavailable; retry shortly.", "overloaded_error", '"service_unavailable"'},
-  ["504"] = {"The deadline of the request has passed.", "timeout_error", '"deadline_exceeded"'},
-}
-
+-- BODIES (by status), REFUSED and FAILED (for any other 4xx and 5xx) are put before this text by local_replies.py.
 local function generic_body(status)
-  local known = MESSAGES[status]
-  if not known then
-    if status < "500" then
-      known = {"The request was refused.", "invalid_request_error", "null"}
-    else
-      known = {"The service failed to answer.", "server_error", "null"}
-    end
-  end
-  return string.format('{"error":{"message":"%s","type":"%s","param":null,"code":%s}}', known[1], known[2], known[3])
+  return BODIES[status] or (status < "500" and REFUSED or FAILED)
 end
 
 -- A gRPC server parses these by itself, and one that does not parse spoils the name in the header table of the
