@@ -31,7 +31,7 @@ class GatewaySettings(ServiceSettings):
     ask_timeout_s: float = Field(5.0, gt=0, description="Longest wait for a placement.")
     router_silence_s: float = Field(0.8, gt=0, description="Unanswered asks for so long: the next router is tried.")
     admit_patience_s: float = Field(
-        1.2, gt=0, description="Silence of a granted worker, doubled each time, before the router is asked again."
+        1.4, gt=0, description="Silence of a granted worker, doubled each time, before the router is asked again."
     )
     admit_timeout_s: float = Field(10.0, gt=0, description="Silence of granted workers before one counts as failed.")
     stall_timeout_s: float = Field(60.0, gt=0, description="Longest silence of a worker within a request.")

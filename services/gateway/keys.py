@@ -43,7 +43,9 @@ def parse_keys(text: str) -> dict[str, Tenant]:
         match = _LINE.fullmatch(line)
         if match is None:
             raise ConfigurationError(f"keys_file: line {number}: not 'sha256:<64 hex digits> TENANT [GENERATION]'")
-        tenants[f"{match[1]}:{match[2]}"] = Tenant(match[3], int(match[4] or 0))
+        name, tenant = f"{match[1]}:{match[2]}", Tenant(match[3], int(match[4] or 0))
+        if tenants.setdefault(name, tenant) != tenant:
+            raise ConfigurationError(f"keys_file: line {number}: the key is above already, for another tenant")
     return tenants
 
 

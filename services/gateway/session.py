@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 
 import structlog
+from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
 from services.gateway.errors import GatewayError, shape_of
@@ -64,14 +65,20 @@ class Session:
         if self.generation is not None:
             self.generation.close()
         self.release()
-        self._record(code, error)
-        self.span.end()
+        # A done callback knows no current span, and the log line must carry the request's.
+        with trace.use_span(self.span, end_on_exit=True):
+            self._record(code, error)
 
     def _record(self, code: str, error: str) -> None:
         figures = self._figures()
-        self.metrics.record_request(
-            api=self.api, model=self.model, code=code, error=error, output_tokens=figures.output_tokens
-        )
+        self.metrics.record_request(api=self.api, model=self.model, code=code, error=error)
+        if self.generation is not None and self.generation.worker_id:
+            self.metrics.record_usage(
+                tenant=self.tenant.name,
+                model=self.model,
+                prompt_tokens=figures.prompt_tokens,
+                output_tokens=figures.output_tokens,
+            )
         if self.generation is not None:
             self.metrics.record_timings(
                 model=self.model, queue_s=figures.route_s, ttft_s=figures.ttft_s, tpot_s=figures.tpot_s

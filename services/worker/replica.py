@@ -200,5 +200,5 @@ async def _first_message(child: Child, kind: type[T], timeout_s: float) -> T:
     except TimeoutError:
         raise StartFailed(f"the {child.role} was not ready within {timeout_s:.0f} s") from None
     except ConnectionError:
-        status = await child.process.wait()
-        raise StartFailed(f"the {child.role} ended with status {status} while it started") from None
+        await child.end()
+        raise StartFailed(f"the {child.role} ended with status {child.process.returncode} while it started") from None

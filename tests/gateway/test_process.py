@@ -58,13 +58,17 @@ async def test_life_of_a_process(text_model: TextModel, tmp_path: Path) -> None:
         assert "\nkvmesh_gateway_inflight_requests" in metrics
         refused = [line for line in metrics.splitlines() if line.startswith("kvmesh_gateway_requests_total{")]
         assert [line for line in refused if 'code="UNAUTHENTICATED"' in line and line.endswith(" 1.0")]
+        left = stub.Completions(body, metadata=(("authorization", "Bearer kvm-test"),))
+        await left.initial_metadata()
+        left.cancel()
         process.send_signal(signal.SIGTERM)
         assert b"[DONE]" in b"".join([message.data async for message in call])
         assert await asyncio.wait_for(asyncio.to_thread(process.wait), 20) == 0
         assert process.stderr is not None
         log = await asyncio.to_thread(process.stderr.read)
         access = [json.loads(line) for line in log.splitlines() if '"request"' in line]
-        assert [(line["code"], line["tenant"]) for line in access] == [("OK", "acme")]
+        assert sorted((line["code"], line["tenant"]) for line in access) == [("CANCELLED", "acme"), ("OK", "acme")]
+        assert all(line["trace_id"] and line["span_id"] and line["request_id"] for line in access)
         refusals = [json.loads(line) for line in log.splitlines() if '"refused"' in line]
         assert [(line["code"], line["error"]) for line in refusals] == [("UNAUTHENTICATED", "AuthenticationFailed")]
         assert "Paris" not in log
