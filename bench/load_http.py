@@ -7,6 +7,7 @@ event are noted and only the last event (usage) is decoded.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -21,6 +22,7 @@ _DONE = b"data: [DONE]"
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
 _READ_BYTES = 65_536
 _CLOSE_TIMEOUT_S = 5.0
+_REFUSAL_TIMEOUT_S = 1.0
 
 
 class RequestFailedError(Exception):
@@ -83,7 +85,7 @@ async def _read_stream(reader: asyncio.StreamReader, start: float) -> Timing:
         now = time.perf_counter() - start
         received += data
         if not data or (not first_s and not received.startswith(b"HTTP/1.1 200")):
-            raise RequestFailedError(_answer(bytes(received)) or "the server closed the connection")
+            raise RequestFailedError(await _refusal(reader, received) or "the server closed the connection")
         if _EVENT in data:
             first_s = first_s or now
             last_s = now
@@ -92,10 +94,16 @@ async def _read_stream(reader: asyncio.StreamReader, start: float) -> Timing:
     return Timing(first_s, last_s, usage["completion_tokens"], cached)
 
 
-def _answer(received: bytes) -> str:
-    """Status and body of a refusal, on one line."""
-    head, _, body = received.decode(errors="replace").partition("\r\n\r\n")
-    return " ".join(f"{head.partition(chr(10))[0]} {body}".split())[:500]
+async def _refusal(reader: asyncio.StreamReader, received: bytearray) -> str:
+    """Status and JSON body of a refusal, on one line; what has not come in time is left out."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REFUSAL_TIMEOUT_S):
+            while not received.rstrip().endswith((b"}", _LAST_CHUNK.strip())):
+                if not (more := await reader.read(_READ_BYTES)):
+                    break
+                received += more
+    head, _, body = received.removesuffix(_LAST_CHUNK).decode(errors="replace").partition("\r\n\r\n")
+    return " ".join(f"{head.partition(chr(13))[0]} {body[body.find('{') :]}".split())[:500]
 
 
 def _usage(received: bytes) -> dict[str, Any]:

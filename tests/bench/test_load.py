@@ -103,6 +103,14 @@ async def test_a_stream_is_timed_and_its_usage_read() -> None:
             assert 0.02 <= timing.ttft_s < timing.last_token_s
 
 
+async def test_a_refusal_is_told_on_one_line() -> None:
+    async with server([b'{"error":\n{"message":"no"}}'], "401 Unauthorized") as url, http_load(url, "m") as load:
+        with pytest.raises(RequestFailedError) as raised:
+            await load.send([1], 1)
+    assert str(raised.value).startswith('HTTP/1.1 401 Unauthorized {"error":')
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("pieces", "status"),
     [([b'{"error":{"message":"no"}}'], "503 Service Unavailable"), ([ANSWER, b'data: {"error":{}}\n\n'], "200 OK")],
