@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -113,3 +115,25 @@ async def test_kill(mesh: Mesh, kind: str) -> None:
             assert any(one.error for one in seen), "some stream was on the dead worker"
         assert max(took) < NEW_REQUEST_WITHIN_S
         wait_for(lambda: all(entry["ready"] for entry in mesh.ps()), within_s=60, what=f"{victim} is back")
+
+
+@pytest.mark.parametrize("role", ["engine", "mover", "front"])
+async def test_stop(mesh: Mesh, role: str) -> None:
+    """A process that is only stopped keeps its sockets open; new requests go elsewhere within the same time."""
+    mesh.wait_ready()
+    worker = mesh.of_kind("worker")[0]
+    pid = worker["pid"] if role == "front" else next(c["pid"] for c in worker["children"] if c["role"] == role)
+    seen = [Stream() for _ in range(STREAMS)]
+    async with asyncio.TaskGroup() as group:
+        for number, one in enumerate(seen):
+            group.create_task(stream(mesh, number, one))
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(one.started.wait() for one in seen))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            took = await asyncio.gather(*(time_to_success(mesh) for _ in range(4)))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    print(f"{role} stopped: new requests after {', '.join(f'{s * 1e3:.0f}' for s in took)} ms")
+    assert max(took) < NEW_REQUEST_WITHIN_S
+    assert all(one.done and not one.error for one in seen), "a short stop loses nothing"

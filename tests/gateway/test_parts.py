@@ -87,6 +87,11 @@ def test_keys_file_errors_name_the_line_and_no_content(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="line 2") as caught:
         parse_keys("\nplain-secret tenant")
     assert "plain-secret" not in str(caught.value)
+    line = hash_key("k")
+    assert parse_keys(f"{line} one\n{line} one\n") == {line: Tenant("one")}
+    for other in ("two", "one 1"):
+        with pytest.raises(ConfigurationError, match="line 2"):
+            parse_keys(f"{line} one\n{line} {other}\n")
     with pytest.raises(ConfigurationError):
         KeyRing(tmp_path / "missing")
     assert KeyRing(None).tenant_of("", 0.0) == Tenant("default")

@@ -213,6 +213,7 @@ async def _watch_reports_load_and_names(worker: WorkerProcess) -> None:
     assert seen[-1].progress > seen[0].progress
     # The engine stopped: nothing is reported any more.
     os.kill(worker.child("engine"), signal.SIGSTOP)
+    stopped_s = time.monotonic()
     try:
         async with asyncio.timeout(5):
             while True:
@@ -221,6 +222,7 @@ async def _watch_reports_load_and_names(worker: WorkerProcess) -> None:
                         await asyncio.shield(pending := asyncio.ensure_future(call.read()))
                 except TimeoutError:
                     break
+        assert time.monotonic() - 0.8 - stopped_s < 0.7, "watchers count their second from the last report"
     finally:
         os.kill(worker.child("engine"), signal.SIGCONT)
     report = await asyncio.wait_for(pending, 5)
