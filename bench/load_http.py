@@ -103,7 +103,7 @@ async def _refusal(reader: asyncio.StreamReader, received: bytearray) -> str:
                     break
                 received += more
     head, _, body = received.removesuffix(_LAST_CHUNK).decode(errors="replace").partition("\r\n\r\n")
-    return " ".join(f"{head.partition(chr(13))[0]} {body[body.find('{') :]}".split())[:500]
+    return " ".join(f"{head.partition(chr(13))[0]} {body[max(0, body.find('{')) :]}".split())[:500]
 
 
 def _usage(received: bytes) -> dict[str, Any]:
