@@ -15,6 +15,7 @@ from tests.common.transfer.blocks import EPOCH, chain, payload
 from tests.common.transfer.conftest import StartHolder, start_holder, transport, transport_name
 from tests.common.transfer.test_transports import Pulled, pull
 from tests.kvstore.conftest import StartKvStore, start_kvstore
+from tests.support.processor_time import idle_share
 from tests.support.waiting import eventually
 from tests.worker.mover.conftest import BLOCK_BYTES, MoverProcess, StartMover
 
@@ -184,12 +185,4 @@ async def test_it_ends_with_its_links(transport_name: str, start_mover: StartMov
 
 async def test_an_idle_mover_uses_no_cpu(transport_name: str, start_mover: StartMover) -> None:
     mover = await start_mover(transport_name)
-    before = _cpu_ticks(mover.process.pid)
-    await asyncio.sleep(2.0)
-    assert _cpu_ticks(mover.process.pid) - before <= 4
-
-
-def _cpu_ticks(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+    assert await idle_share(mover.process.pid, below=0.021) < 0.021
