@@ -8,6 +8,7 @@ GatewayError
 ├── ModelNotFound
 ├── TenantLimitExceeded            this tenant has too much in flight
 ├── Overloaded                     the gateway or every worker is full
+│   └── WorkersFull                every worker is, at this moment
 ├── ModelUnavailable               known, and nobody serves it now
 ├── DeadlineExceeded
 ├── WorkerFailed                   a worker was lost and the request with it
@@ -61,6 +62,10 @@ class TenantLimitExceeded(GatewayError):
 
 class Overloaded(GatewayError):
     """Nobody can take the request now."""
+
+
+class WorkersFull(Overloaded):
+    """No worker has room at this moment; the request may wait for it."""
 
 
 class ModelUnavailable(GatewayError):

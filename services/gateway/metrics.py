@@ -11,10 +11,13 @@ from opentelemetry.metrics import CallbackOptions, Observation
 class GatewayMetrics:
     """The instruments."""
 
-    def __init__(self, inflight: Callable[[], int]) -> None:
+    def __init__(self, inflight: Callable[[], int], waiting: Callable[[], int]) -> None:
         meter = self._meter = metrics.get_meter("kvmesh.gateway")
         meter.create_observable_gauge(
             "kvmesh_gateway_inflight_requests", [_observer(inflight)], description="Client requests in flight."
+        )
+        meter.create_observable_gauge(
+            "kvmesh_gateway_waiting_requests", [_observer(waiting)], description="Those that no worker has room for."
         )
         self._requests = meter.create_counter(
             "kvmesh_gateway_requests", description="Client requests that ended, refused ones included, by outcome."

@@ -1,9 +1,9 @@
 """One prompt on its way through the mesh: ask, grant, Worker.Generate, and again elsewhere while nothing is lost by it.
 
-`read` gives the worker's messages from Admitted to Completed. A worker that is STALE is asked for again (twice at
-most); one that fails before the first token is excluded and another is asked for, unseen by the client. While a worker
-says nothing at all the router is asked again, which by then knows whether it is suspect; patience doubles. A failure
-after the first token raises WorkerFailed; that is the place where a broken stream would be resumed.
+`read` gives the worker's messages from Admitted to Completed. While every worker is full or answers STALE the prompt
+waits in line. A worker that fails before the first token is excluded and another is asked for, unseen by the client.
+While a worker says nothing at all the router is asked again, which by then knows whether it is suspect; patience
+doubles. A failure after the first token raises WorkerFailed: the place where a broken stream would be resumed.
 Every granted attempt is closed by one Done. `close` is idempotent and releases everything.
 """
 
@@ -33,16 +33,14 @@ from opentelemetry import trace
 
 from services.common.rpc import call_metadata
 from services.common.security import MeshSecret
-from services.gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, Overloaded, WorkerFailed
+from services.gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed, WorkersFull
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pulse import Pulse
 from services.gateway.request import PromptPlan
 from services.gateway.router_client import RouterClient
+from services.gateway.waiting_line import Ticket, WaitingLine
 from services.gateway.worker_channels import WorkerChannels
 
-_MAX_STALE = 2
-# Time for the worker's load to reach the router before it is asked again.
-_STALE_PAUSE_S = 0.05
 _tracer = trace.get_tracer("kvmesh.gateway")
 _log = structlog.get_logger("gateway.placement")
 
@@ -52,6 +50,7 @@ class Placement:
     """What all placed streams share."""
 
     router: RouterClient
+    line: WaitingLine
     channels: WorkerChannels
     secret: MeshSecret
     pulse: Pulse
@@ -93,7 +92,6 @@ class PlacedStream:
     asked_at_s: float = 0.0
     first_token_at_s: float = 0.0
     _attempt: int = 0
-    _stale: int = 0
     _failures: int = 0
     _silences: int = 0
     _waiting_since_s: float = 0.0
@@ -104,14 +102,14 @@ class PlacedStream:
     _stalled: bool = False
     _heard_at_s: float = 0.0
     _closed: bool = False
-    _pause_s: float = 0.0
+    _ticket: Ticket | None = None
 
     async def read(self) -> WorkerGenerateResponse:
         """The next Admitted, tokens, finish or Completed. Raises GatewayError; nothing is to be read after either."""
         while True:
             if self._call is None:
                 await self._place()
-            assert self._call is not None
+                continue
             try:
                 message = await self._call.read()
             except grpc.aio.AioRpcError as error:
@@ -136,6 +134,7 @@ class PlacedStream:
                 continue
             elif kind == "admitted":
                 self._admitted = True
+                self._leave_line()
             elif kind == "completed":
                 self._end_attempt(OUTCOME_OK, message.completed.usage.cached)
                 self._closed = True
@@ -158,21 +157,25 @@ class PlacedStream:
             self._call.cancel()
 
     async def _place(self) -> None:
-        pause_s, self._pause_s = self._pause_s, 0.0
-        if pause_s:
-            await asyncio.sleep(pause_s)
+        """Take a turn and ask; without a call afterwards when every worker was full."""
+        started_s = time.monotonic()
+        line = self.placement.line
+        if self._ticket is None and line.has(self.job.model):
+            self._join_line()
+        if self._ticket is not None:
+            await line.turn(self._ticket, self.job.deadline_at_s)
         self._attempt += 1
-        now_s = self.asked_at_s = time.monotonic()
-        if now_s >= self.job.deadline_at_s:
+        self.asked_at_s = time.monotonic()
+        if self.asked_at_s >= self.job.deadline_at_s:
             raise DeadlineExceeded("the deadline passed before the request was placed")
-        with _tracer.start_as_current_span("route") as span:
-            grant = await self.placement.router.ask(self._ask(), self.job.deadline_at_s)
-            span.set_attributes({"kvmesh.worker_id": grant.worker_id, "kvmesh.attempt": self._attempt})
-        if self._closed:
-            self._tell_router(OUTCOME_CANCELLED)
-            raise asyncio.CancelledError
+        try:
+            grant = await self._granted()
+        except WorkersFull:
+            self._join_line()
+            return
+        finally:
+            self.route_s += time.monotonic() - started_s
         self._heard_at_s = time.monotonic()
-        self.route_s += self._heard_at_s - now_s
         self._waiting_since_s = self._waiting_since_s or self._heard_at_s
         self.worker_id, self._address = grant.worker_id, grant.worker_address
         stub = self.placement.channels.acquire(self._address)
@@ -183,6 +186,24 @@ class PlacedStream:
             metadata=call_metadata(self.placement.secret, self.job.request_id),
         )
         self.placement.pulse.add(self)
+
+    async def _granted(self) -> Grant:
+        with _tracer.start_as_current_span("route") as span:
+            grant = await self.placement.router.ask(self._ask(), self.job.deadline_at_s)
+            span.set_attributes({"kvmesh.worker_id": grant.worker_id, "kvmesh.attempt": self._attempt})
+        if self._closed:
+            self._tell_router(OUTCOME_CANCELLED)
+            raise asyncio.CancelledError
+        return grant
+
+    def _join_line(self) -> None:
+        if self._ticket is None:
+            self._ticket = self.placement.line.join(self.job.model, self.job.priority)
+
+    def _leave_line(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self.placement.line.leave(ticket)
 
     def _ask(self) -> Ask:
         job = self.job
@@ -232,12 +253,9 @@ class PlacedStream:
             self._fail(f"the worker failed: {code.name}")
 
     def _on_stale(self) -> None:
-        self._stale += 1
         self.placement.metrics.count_retry("stale")
         self._end_attempt(OUTCOME_STALE)
-        self._pause_s = _STALE_PAUSE_S
-        if self._stale > _MAX_STALE:
-            raise Overloaded("every worker's queue is longer than expected")
+        self._join_line()
 
     def _on_silence(self) -> None:
         """A worker that has not admitted the request may only be slow: it is not excluded before the last patience."""
@@ -269,6 +287,7 @@ class PlacedStream:
         raise error
 
     def _close(self, outcome: Outcome.ValueType) -> None:
+        self._leave_line()
         if not self._closed:
             self._closed = True
             self._end_attempt(outcome)
@@ -278,6 +297,8 @@ class PlacedStream:
         if call is None:
             return
         call.cancel()
+        if self._admitted:
+            self.placement.line.wake(self.job.model)
         self.placement.pulse.discard(self)
         self.placement.channels.release(self._address, asyncio.get_running_loop().time())
         self._tell_router(outcome, cached)

@@ -40,6 +40,7 @@ from services.gateway.errors import (
     ModelNotFound,
     ModelUnavailable,
     Overloaded,
+    WorkersFull,
 )
 
 _OUTBOX_MESSAGES = 16_384
@@ -245,4 +246,4 @@ def refusal_error(refusal: Refusal) -> GatewayError:
     if refusal.reason == REFUSAL_REASON_UNSPECIFIED:
         _log.error("ask_not_understood", request_id=refusal.request_id, detail=refusal.detail)
         return InternalError("the request could not be placed")
-    return Overloaded(refusal.detail or "every worker is full", None, retry_after_s)
+    return WorkersFull(refusal.detail or "every worker is full", None, retry_after_s)

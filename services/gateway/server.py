@@ -28,6 +28,7 @@ from services.gateway.pulse import Pulse
 from services.gateway.router_client import RouterClient
 from services.gateway.text.pool import Preparer, TextPool
 from services.gateway.text.text_model import load_text_model
+from services.gateway.waiting_line import WaitingLine
 from services.gateway.worker_channels import WorkerChannels
 
 _PULSE_S = 0.02
@@ -45,6 +46,7 @@ class GatewayServer:
             settings.routers, secret, ask_timeout_s=settings.ask_timeout_s, silence_s=settings.router_silence_s
         )
         self.channels = WorkerChannels()
+        self._line = WaitingLine(max_waiting=settings.max_waiting_requests, max_wait_s=settings.max_wait_s)
         self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4))
         self._tasks: list[asyncio.Task[None]] = []
         self.core = self._build_core(settings, secret)
@@ -67,7 +69,7 @@ class GatewayServer:
         admission = Admission(
             max_total=settings.max_inflight_requests, max_tenant=settings.max_tenant_inflight_requests
         )
-        metrics = GatewayMetrics(lambda: admission.total)
+        metrics = GatewayMetrics(lambda: admission.total, lambda: self._line.num_waiting)
         pool = TextPool(
             sources,
             Preparer(texts, secret.block_key),
@@ -95,6 +97,7 @@ class GatewayServer:
     def _placement(self, settings: GatewaySettings, secret: MeshSecret, metrics: GatewayMetrics) -> Placement:
         return Placement(
             router=self.router,
+            line=self._line,
             channels=self.channels,
             secret=secret,
             pulse=self.pulse,

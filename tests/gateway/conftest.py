@@ -96,6 +96,7 @@ class Mesh:
         assert self.gateway.router.num_pending == 0
         assert self.gateway.channels.users() == 0
         assert len(self.gateway.pulse) == 0
+        assert core.placement.line.num_waiting == 0
 
     async def wait_idle(self) -> None:
         """Wait until nothing runs anywhere."""

@@ -19,6 +19,7 @@ from kvmesh.v1.router_pb2 import (
     OUTCOME_OK,
     OUTCOME_STALE,
     OUTCOME_WORKER_FAILED,
+    REFUSAL_REASON_OVERLOADED,
     ModelSnapshot,
     Refusal,
 )
@@ -92,16 +93,36 @@ async def test_all_workers_failing_is_an_error(mesh: Mesh) -> None:
     assert len(mesh.router.asks) == 3
 
 
-async def test_stale_asks_again_twice_at_most(mesh: Mesh) -> None:
-    mesh.plan[:] = [Script(stale=True), Script(stale=True), Script(answer_tokens(mesh))]
+async def test_a_stale_worker_is_waited_for(mesh: Mesh) -> None:
+    mesh.plan[:] = [Script(stale=True)] * 4 + [Script(answer_tokens(mesh))]
     assert (await mesh.complete())["choices"][0]["text"] == ANSWER
-    await eventually(lambda: len(mesh.router.dones) == 3)
-    assert [done.outcome for done in mesh.router.dones] == [OUTCOME_STALE, OUTCOME_STALE, OUTCOME_OK]
-    mesh.plan[:] = [Script(stale=True)]
-    status, error, trailing = await mesh.error("Completions", STREAM)
-    assert (status, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "overloaded")
-    assert trailing["retry-after"] == "1"
-    assert len(mesh.router.asks) == 6
+    await eventually(lambda: len(mesh.router.dones) == 5)
+    assert [done.outcome for done in mesh.router.dones] == [OUTCOME_STALE] * 4 + [OUTCOME_OK]
+    await mesh.wait_idle()
+
+
+async def test_full_workers_are_waited_for_in_turn(mesh: Mesh) -> None:
+    mesh.router.refusal = Refusal(reason=REFUSAL_REASON_OVERLOADED, retry_after_s=3)
+    calls: list[asyncio.Task[object]] = []
+    for prompt, priority in (("one", "batch"), ("one two", None), ("one two three", "interactive")):
+        calls.append(asyncio.create_task(mesh.complete(prompt=prompt, priority=priority)))
+        await eventually(lambda: mesh.gateway.core.placement.line.num_waiting == len(calls))
+    mesh.router.refusal = None
+    await asyncio.gather(*calls)
+    assert [ask.prompt_tokens for ask in mesh.router.asks[-3:]] == [3, 2, 1]
+    await mesh.wait_idle()
+
+
+async def test_a_wait_has_an_end(text_model: TextModel) -> None:
+    async with running_mesh(text_model, max_wait_s=0.3, max_waiting_requests=2) as mesh:
+        mesh.plan[:] = [Script(stale=True)]
+        status, error, trailing = await mesh.error("Completions", STREAM)
+        assert (status, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "overloaded")
+        assert int(trailing["retry-after"]) >= 1
+        answers = await asyncio.gather(*(mesh.error("Completions", STREAM) for _ in range(5)))
+        assert {answer[0] for answer in answers} == {grpc.StatusCode.UNAVAILABLE}
+        assert sum("are waiting" in answer[1]["message"] for answer in answers) == 3
+        await mesh.wait_idle()
 
 
 async def test_workers_refusal_of_bad_input_is_not_retried(mesh: Mesh) -> None:
