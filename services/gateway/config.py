@@ -24,7 +24,7 @@ class GatewaySettings(ServiceSettings):
     keys_file: Path | None = Field(None, description="API keys (hashed) and their tenants; none: no authentication.")
     max_inflight_requests: int = Field(1024, ge=1, description="Requests in flight before 503.")
     max_waiting_requests: int = Field(512, ge=1, description="Requests that wait for a worker before 503.")
-    max_wait_s: float = Field(30.0, gt=0, description="Longest wait for a worker that has room.")
+    max_wait_s: float = Field(60.0, gt=0, description="Longest wait for a worker that has room.")
     max_tenant_inflight_requests: int = Field(1024, ge=1, description="Requests of one tenant in flight before 429.")
     default_deadline_s: float = Field(600.0, gt=0, description="Life of a request whose client sets no deadline.")
     heartbeat_s: float = Field(10.0, gt=0, description="Silence on an event stream before a comment is sent.")
