@@ -35,8 +35,16 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     epoch = new_epoch()
     client, health = connect_redis(settings.redis_url), RedisHealth()
     announcer = Announcer(client, kind="kvstore", location_id=instance, epoch=epoch, health=health)
-    store = Store(RamTier(_arena(settings)), announcer, epoch=epoch)
-    transfers = TransferEndpoint(settings.transport, secret, store, store, max_operation_s=settings.max_lease_s)
+    arena = _arena(settings)
+    store = Store(RamTier(arena), announcer, epoch=epoch)
+    transfers = TransferEndpoint(
+        settings.transport,
+        secret,
+        store,
+        store,
+        max_operation_s=settings.max_lease_s,
+        regions=[arena.region] if arena.region else [],
+    )
     server = MeshServer(settings.listen, secret=secret)
     server.add(
         kvstore_pb2_grpc.add_KvStoreServicer_to_server,
@@ -47,6 +55,7 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     try:
         pull_address = transfers.listen(settings.pull_listen, settings.advertise_host)
         address = await server.start(settings.advertise_host)
+        transfers.listen_shm(address)
     except RuntimeError as error:
         raise StartFailed(str(error)) from None
     record = LocationRecord(
