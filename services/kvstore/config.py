@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
@@ -23,3 +24,10 @@ class KvStoreSettings(ServiceSettings):
     pull_listen: str = Field(
         "127.0.0.1:0", description="UCX address, host:port; UCX listens on all interfaces, the host is advertised."
     )
+    owner_ram_bytes: int = Field(0, ge=0, description="Most memory for blocks of one owner; 0: no limit.")
+    ssd_path: Path | None = Field(None, description="Directory for blocks on the SSD, for this node alone.")
+    ssd_bytes: int = Field(0, ge=0, description="Space for them; 0: no SSD tier.")
+    ssd_segment_bytes: int = Field(0, ge=0, description="Size of a file there; 0: by the space.")
+    ssd_max_age_s: float = Field(7 * 86400.0, ge=0, description="Blocks older than this are not kept; 0: no limit.")
+    ssd_encrypt: bool = Field(True, description="Encrypt payloads under a key of their owner.")
+    owner_ssd_bytes: int = Field(0, ge=0, description="Most payload of one owner on the SSD; 0: no limit.")
