@@ -27,10 +27,10 @@ from services.common.transfer.shm_regions import Region, create_region
 from services.worker.mover.serving import RefusingSink
 
 SECRET = MeshSecret("a secret for measuring")
-NUM_BLOCKS = 32
+NUM_BLOCKS = 48
 BLOCK_SIZES = (256 * 1024, 2**20, 4 * 2**20)
 NUM_KV_HEADS = 8
-SOCKET_REQUEST = struct.Struct("<II")
+SOCKET_REQUEST = struct.Struct("<III")
 _KEY = bytes(32)
 
 
@@ -84,8 +84,8 @@ def serve_socket(listener: socket.socket, source: MeasuredSource) -> None:
     connection, _ = listener.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while request := connection.recv(SOCKET_REQUEST.size, socket.MSG_WAITALL):
-        count, size = SOCKET_REQUEST.unpack(request)
-        connection.sendall(source.memory[size][: count * size])
+        first, count, size = SOCKET_REQUEST.unpack(request)
+        connection.sendall(source.memory[size][first * size : (first + count) * size])
 
 
 async def serve() -> None:
