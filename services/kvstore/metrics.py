@@ -106,6 +106,7 @@ class SsdTotals:
     copied_blocks: int = 0
     reclaimed_blocks: int = 0
     verification_failures: int = 0
+    open_s: float = 0.0
 
     def spilled(self, blocks: int, num_bytes: int, duration_s: float) -> None:
         """Blocks were written."""

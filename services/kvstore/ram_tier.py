@@ -10,7 +10,7 @@ that gets its last child taken away joins at the end that goes first: it is olde
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.common.blocks import BlockId
@@ -25,7 +25,8 @@ MAX_USES = 3
 class Entry:
     """A block in RAM. `uses` counts hits since it last escaped eviction, up to MAX_USES.
 
-    gone: cleared while it was lent; its slot is freed with the last release.
+    pins: readers that leave its place in the queue as it is. gone: cleared while it was lent or pinned; its slot is
+    freed with the last of these.
     """
 
     block_id: BlockId
@@ -36,6 +37,7 @@ class Entry:
     created_s: int = 0
     children: int = 0
     leases: int = 0
+    pins: int = 0
     uses: int = 0
     in_main: bool = False
     gone: bool = False
@@ -116,19 +118,29 @@ class RamTier:
             if entry.leases == 0:
                 self._leased -= 1
                 if entry.gone:
-                    self.discard(entry.slot, entry.owner)
+                    self._free_gone(entry)
                 else:
                     self._enqueue(entry)
+
+    def pin(self, entry: Entry) -> None:
+        """Keep a block that is here until `unpin`, without a change to the order in which blocks go."""
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        """End what `pin` began."""
+        entry.pins -= 1
+        if entry.gone:
+            self._free_gone(entry)
 
     def allocate(self, num_bytes: int, owner: bytes = NO_OWNER) -> tuple[Slot | None, list[Entry]]:
         """A slot, and the blocks that had to go for it, descendants first. The slot is the caller's until `insert`."""
         gone: list[Entry] = []
         while self._owner_limit and self._owner_bytes.get(owner, 0) + num_bytes > self._owner_limit:
-            own = next(iter(self._owner_queues.get(owner, ())), None)
+            own = self._first_unpinned(self._owner_queues.get(owner, ()))
             if own is None:
                 return None, gone
-            gone.append(self._entries[own])
-            self._evict(gone[-1])
+            self._evict(own)
+            gone.append(own)
         while (slot := self._arena.allocate(num_bytes)) is None:
             if num_bytes > self._arena.slab_bytes or (victim := self._next_victim()) is None:
                 break
@@ -189,8 +201,7 @@ class RamTier:
         for entry in gone:
             self._forget(entry)
             entry.gone = True
-            if entry.leases == 0:
-                self.discard(entry.slot, entry.owner)
+            self._free_gone(entry)
         return gone
 
     def view(self, entry: Entry) -> memoryview:
@@ -254,23 +265,28 @@ class RamTier:
 
     def _next_victim(self) -> Entry | None:
         """Every pass either ends, moves a block to the main queue or takes one use from it: it ends."""
-        while self._small or self._main:
+        while True:
             small_bytes = self._num_bytes - self._main_bytes
-            from_small = self._small and (
-                not self._main or small_bytes > self._small_fraction * self._arena.capacity_bytes
-            )
-            queue = self._small if from_small else self._main
-            entry = self._entries[next(iter(queue))]
-            if entry.uses == 0:
+            queues = [self._main, self._small]
+            if not self._main or small_bytes > self._small_fraction * self._arena.capacity_bytes:
+                queues.reverse()
+            entry = self._first_unpinned(queues[0]) or self._first_unpinned(queues[1])
+            if entry is None or entry.uses == 0:
                 return entry
-            del queue[entry.block_id]
-            if from_small:
+            self._dequeue(entry)
+            if entry.in_main:
+                entry.uses -= 1
+            else:
                 entry.uses = 0
                 self._promote(entry)
-            else:
-                entry.uses -= 1
             self._enqueue(entry)
-        return None
+
+    def _first_unpinned(self, queue: Iterable[BlockId]) -> Entry | None:
+        return next((entry for block_id in queue if not (entry := self._entries[block_id]).pins), None)
+
+    def _free_gone(self, entry: Entry) -> None:
+        if not entry.leases and not entry.pins:
+            self.discard(entry.slot, entry.owner)
 
     def _evict(self, entry: Entry) -> None:
         self._forget(entry)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from cryptography.exceptions import InvalidTag
 
 from services.common.transfer.errors import BlockInvalid
+from services.common.transfer.header import decode_header, verify_payload
 from services.kvstore.ssd_files import WRITE_BYTES, PageBuffer, SegmentDirectory, SegmentFile, scratch
 from services.kvstore.ssd_format import (
     NONCE_BYTES,
@@ -29,6 +31,8 @@ from services.kvstore.ssd_format import (
 )
 from services.kvstore.ssd_keys import KEY_FILE_BYTES, OwnerKeys
 
+# Most that is read at once.
+READ_BYTES = 2 * 2**20
 BEFORE_DATA, MID_RECORD, BEFORE_COMMIT, MID_COMMIT = "before data", "mid-record", "before commit", "mid-commit"
 BEFORE_REMOVE, AFTER_REMOVE = "before remove", "after remove"
 
@@ -49,6 +53,15 @@ class NewBlock:
     header: bytes
     owner: bytes
     created_s: int
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block to be read into memory of exactly its size."""
+
+    place: Place
+    owner: bytes
     payload: memoryview
 
 
@@ -93,6 +106,7 @@ class SegmentLog:
         self._position = 0
         self._last_sequence = 0
         self._frame = PageBuffer()
+        self._behind = ThreadPoolExecutor(1, "ssd-behind")
 
     @property
     def segments(self) -> list[int]:
@@ -151,24 +165,21 @@ class SegmentLog:
 
         return self._append([place.record for place in places], fill)
 
-    def read(self, place: Place, owner: bytes, payload: memoryview) -> None:
-        """Fill `payload`. Raises BlockInvalid when it was not written so, OSError, or KeyError without the segment."""
-        record = place.record
-        raw = scratch(record.stored_bytes)
-        self._segments[place.segment].read_into(place.offset, raw)
-        size = len(payload) + (TAG_BYTES if record.sealed else 0)
-        key = self.keys.find(owner, record.key_id)
-        if key is None:
-            raise BlockInvalid("key")
-        if record.stored_bytes != size:
-            raise BlockInvalid("size")
-        if not record.sealed:
-            payload[:] = raw[:size]
-            return
-        try:
-            key.cipher.decrypt_into(record.nonce, raw[:size], record.header, payload)
-        except InvalidTag:
-            raise BlockInvalid("seal") from None
+    def read(self, wanted: Sequence[Wanted]) -> list[str]:
+        """Fill the buffers: what is wrong with each block, "" for nothing. Raises OSError.
+
+        Neighbours are read at once.
+        """
+        faults: list[str] = []
+        for group in _neighbours(wanted):
+            first = group[0].place
+            last = group[-1].place
+            raw = scratch(last.offset + padded(last.record.stored_bytes) - first.offset)
+            self._segments[first.segment].read_into(first.offset, raw)
+            for one in group:
+                offset = one.place.offset - first.offset
+                faults.append(self._unseal(one, raw[offset : offset + one.place.record.stored_bytes]))
+        return faults
 
     def remove(self, sequence: int) -> None:
         """Delete a segment that nobody reads any more."""
@@ -182,6 +193,7 @@ class SegmentLog:
 
     def close(self) -> None:
         """Close all files; what is durable stays."""
+        self._behind.shutdown()
         for segment in self._segments.values():
             segment.close()
         self.keys.close()
@@ -220,34 +232,66 @@ class SegmentLog:
         frame = frame_layout(records, start)
         assert frame.end <= segment.header.num_bytes
         memory = self._frame.take(frame.end - start)
-        for i, (offset, size) in enumerate(_extents(frame)):
-            fill(i, memory[offset - start : offset - start + size])
-        self._commit(segment, start, frame, memory)
+        self._reached(BEFORE_DATA)
+        self._write_payloads(segment, start, frame, memory, fill)
+        segment.sync()
+        self._reached(BEFORE_COMMIT)
+        header = memory[: frame.offsets[0] - start]
+        header[:] = encode_frame_header(frame.records, segment.header.sequence, start)
+        segment.write(start, header, between=lambda: self._reached(MID_COMMIT), chunk_bytes=self._chunk_bytes)
+        segment.sync()
         self._position = frame.end
         return [
             Place(segment.header.sequence, offset, record)
             for record, offset in zip(records, frame.offsets, strict=True)
         ]
 
-    def _commit(self, segment: SegmentFile, start: int, frame: Frame, memory: memoryview) -> None:
-        """Payloads, then, once they are durable, the header."""
-        self._reached(BEFORE_DATA)
-        first = frame.offsets[0]
+    def _write_payloads(
+        self,
+        segment: SegmentFile,
+        start: int,
+        frame: Frame,
+        memory: memoryview,
+        fill: Callable[[int, memoryview], None],
+    ) -> None:
+        """Fill the frame and write it behind, so that encryption and disk overlap."""
+        written = frame.offsets[0]
+        writes: list[Future[None]] = []
+        try:
+            for i, (offset, size) in enumerate(_extents(frame)):
+                fill(i, memory[offset - start : offset - start + size])
+                end = offset + size
+                if end - written >= self._chunk_bytes or end == frame.end:
+                    data = memory[written - start : end - start]
+                    writes.append(self._behind.submit(self._write_chunk, segment, written, data))
+                    written = end
+        finally:
+            wait(writes)
+        for write in writes:
+            write.result()
 
-        def between_data() -> None:
-            self._reached(MID_RECORD)
+    def _write_chunk(self, segment: SegmentFile, offset: int, data: memoryview) -> None:
+        segment.write(offset, data, between=lambda: self._reached(MID_RECORD), chunk_bytes=self._chunk_bytes)
 
-        def between_commit() -> None:
-            self._reached(MID_COMMIT)
-
-        payloads = memory[first - start :]
-        segment.write(first, payloads, between=between_data, chunk_bytes=self._chunk_bytes)
-        segment.sync()
-        self._reached(BEFORE_COMMIT)
-        header = memory[: first - start]
-        header[:] = encode_frame_header(frame.records, segment.header.sequence, start)
-        segment.write(start, header, between=between_commit, chunk_bytes=self._chunk_bytes)
-        segment.sync()
+    def _unseal(self, wanted: Wanted, stored: memoryview) -> str:
+        """What is wrong with the block, "" for nothing."""
+        record, payload = wanted.place.record, wanted.payload
+        key = self.keys.find(wanted.owner, record.key_id)
+        if key is None:
+            return "key"
+        if len(stored) != len(payload) + (TAG_BYTES if record.sealed else 0):
+            return "size"
+        try:
+            if record.sealed:
+                key.cipher.decrypt_into(record.nonce, stored, record.header, payload)
+            else:
+                payload[:] = stored
+            verify_payload(decode_header(record.header), payload)
+        except InvalidTag:
+            return "seal"
+        except BlockInvalid as error:
+            return error.reason
+        return ""
 
     def _record(self, block: NewBlock) -> Record:
         key = self.keys.obtain(block.owner)
@@ -263,6 +307,22 @@ class SegmentLog:
         else:
             memory[:size] = block.payload
         memory[size:] = bytes(len(memory) - size)
+
+
+def _neighbours(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """Runs of records that lie one after another, of READ_BYTES at most unless it is one."""
+    group: list[Wanted] = []
+    for one in wanted:
+        if group:
+            last, first = group[-1].place, group[0].place
+            end = last.offset + padded(last.record.stored_bytes)
+            adjoins = one.place.segment == last.segment and one.place.offset == end
+            if not adjoins or end + padded(one.place.record.stored_bytes) - first.offset > READ_BYTES:
+                yield group
+                group = []
+        group.append(one)
+    if group:
+        yield group
 
 
 def _extents(frame: Frame) -> Iterator[tuple[int, int]]:

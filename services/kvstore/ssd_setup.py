@@ -10,7 +10,7 @@ from services.common.security import MeshSecret
 from services.common.settings import ConfigurationError
 from services.kvstore.config import KvStoreSettings
 from services.kvstore.errors import StartFailed
-from services.kvstore.ssd_files import DirectoryInUse, SegmentDirectory
+from services.kvstore.ssd_files import WRITE_BYTES, DirectoryInUse, SegmentDirectory
 from services.kvstore.ssd_format import PAGE_BYTES
 from services.kvstore.ssd_keys import KEY_FILE_BYTES, OwnerKeys
 from services.kvstore.ssd_log import SegmentLog
@@ -37,9 +37,16 @@ def segment_bytes(settings: KvStoreSettings) -> int:
 
 
 def open_log(
-    settings: KvStoreSettings, secret: MeshSecret, *, reached: Callable[[str], None] = lambda _: None
+    settings: KvStoreSettings,
+    secret: MeshSecret,
+    *,
+    reached: Callable[[str], None] = lambda _: None,
+    chunk_bytes: int = WRITE_BYTES,
 ) -> SegmentLog | None:
-    """The log; None where no SSD is wanted or the disk refuses it. Raises ConfigurationError or StartFailed."""
+    """The log; None where no SSD is wanted or the disk refuses it. Raises ConfigurationError or StartFailed.
+
+    reached, chunk_bytes: as for SegmentLog.
+    """
     if not settings.ssd_bytes:
         return None
     if settings.ssd_path is None:
@@ -62,4 +69,5 @@ def open_log(
         segment_bytes=size,
         encrypt=settings.ssd_encrypt,
         reached=reached,
+        chunk_bytes=chunk_bytes,
     )

@@ -85,14 +85,15 @@ class SsdSpiller:
             if entries:
                 stored = await self._ssd.write([self._spill(entry) for entry in entries])
         finally:
-            self._ram.release(entries)
+            for entry in entries:
+                self._ram.unpin(entry)
         self._progress.set()
         self._ssd.totals.dropped(len(entries) - stored)
         if stored:
             self.offer(block_id for block_id in cut if block_id in self._ram)
 
     def _take(self) -> tuple[list[Entry], list[BlockId]]:
-        """Queued blocks for one frame, held, each after its ancestors; and those whose ancestors alone fill it."""
+        """Queued blocks for one frame, pinned, each after its ancestors; and those whose ancestors alone fill it."""
         taken: dict[BlockId, Entry] = {}
         cut: list[BlockId] = []
         room = self._ssd.frame_bytes
@@ -105,7 +106,7 @@ class SsdSpiller:
             del self._queue[block_id]
             fitting = self._fitting(path)
             for entry in fitting:
-                self._ram.hold(entry.block_id)
+                self._ram.pin(entry)
                 taken[entry.block_id] = entry
                 self._queue.pop(entry.block_id, None)
                 room -= frame_share(entry.header, entry.slot.num_bytes)

@@ -16,13 +16,11 @@ from typing import TypeVar
 import structlog
 
 from services.common.blocks import BlockId
-from services.common.transfer.errors import BlockInvalid
-from services.common.transfer.header import decode_header, verify_payload
 from services.kvstore.metrics import SsdTotals
 from services.kvstore.ssd_format import MAX_FRAME_RECORDS, Record, frame_header_bytes, padded
 from services.kvstore.ssd_index import SsdEntry, SsdIndex
 from services.kvstore.ssd_keys import TooManyOwners
-from services.kvstore.ssd_log import NewBlock, Place, SegmentLog, stored_bytes
+from services.kvstore.ssd_log import NewBlock, Place, SegmentLog, Wanted, stored_bytes
 from services.kvstore.ssd_recovery import recover
 
 READ_THREADS = 4
@@ -120,13 +118,14 @@ class SsdTier:
             return []
         self._index = index
         self.totals.held(len(ids), index.num_bytes)
+        self.totals.open_s = time.monotonic() - started_s
         _log.info(
             "ssd tier is open",
             blocks=len(ids),
             payload_bytes=index.num_bytes,
             dropped_records=dropped,
             torn_segments=scanned.torn_segments,
-            duration_s=round(time.monotonic() - started_s, 3),
+            duration_s=round(self.totals.open_s, 3),
         )
         return ids
 
@@ -169,15 +168,19 @@ class SsdTier:
             self._pins[place.segment] = self._pins.get(place.segment, 0) + 1
         loop = asyncio.get_running_loop()
         try:
-            jobs = [
-                loop.run_in_executor(self._readers, _read, self._log, entry.owner, place, buffer)
+            wanted = [
+                Wanted(place, entry.owner, buffer)
                 for entry, place, buffer in zip(entries, places, buffers, strict=True)
             ]
-            results = await asyncio.gather(*jobs, return_exceptions=True)
+            step = max(1, -(-len(wanted) // READ_THREADS))
+            shares = [wanted[first : first + step] for first in range(0, len(wanted), step)]
+            jobs = [loop.run_in_executor(self._readers, _read, self._log, share) for share in shares]
+            # Each ends by itself: memory is in use until the last one has.
+            results = [fault for faults in await asyncio.gather(*jobs) for fault in faults]
         finally:
             for place in places:
                 self._unpin(place.segment)
-        return self._account(entries, places, results)
+        return self._account(entries, results)
 
     async def write(self, spills: Sequence[Spill]) -> int:
         """Store blocks that fit in a frame, parents first. Returns how many are on the SSD now."""
@@ -285,18 +288,14 @@ class SsdTier:
             fitting.append(spill)
         return fitting
 
-    def _account(
-        self, entries: Sequence[SsdEntry], places: Sequence[Place], results: Sequence[str | BaseException]
-    ) -> int:
+    def _account(self, entries: Sequence[SsdEntry], results: Sequence[str | OSError]) -> int:
         good = 0
-        for entry, place, result in zip(entries, places, results, strict=True):
+        for entry, result in zip(entries, results, strict=True):
             if isinstance(result, OSError):
                 self._switch_off(result)
-            elif isinstance(result, BaseException):
-                raise result
             elif result:
                 self.totals.failed_verification(result)
-                _log.warning("a block on the ssd failed verification", reason=result, segment=place.segment)
+                _log.warning("a block on the ssd failed verification", reason=result)
                 self._drop([entry.block_id] if self._index.get(entry.block_id) is entry else [])
         for entry, result in zip(entries, results, strict=True):
             # What was cleared meanwhile is not handed out.
@@ -354,14 +353,11 @@ def frame_share(header: bytes, payload_bytes: int) -> int:
     return stored_bytes(payload_bytes) + padded(len(header))
 
 
-def _read(log: SegmentLog, owner: bytes, place: Place, buffer: memoryview) -> str:
-    """What is wrong with the block, "" for nothing."""
+def _read(log: SegmentLog, wanted: Sequence[Wanted]) -> Sequence[str | OSError]:
     try:
-        log.read(place, owner, buffer)
-        verify_payload(decode_header(place.record.header), buffer)
-    except BlockInvalid as error:
-        return error.reason
-    return ""
+        return log.read(wanted)
+    except OSError as error:
+        return [error] * len(wanted)
 
 
 def _frame_bytes(blocks: Sequence[NewBlock]) -> int:

@@ -16,6 +16,7 @@ from services.common.transfer.protocol import PullRequest
 from services.kvstore.arena import Arena
 from services.kvstore.config import KvStoreSettings
 from services.kvstore.ram_tier import RamTier
+from services.kvstore.ssd_files import WRITE_BYTES
 from services.kvstore.ssd_layer import SsdLayer
 from services.kvstore.ssd_setup import open_log
 from services.kvstore.store import Store
@@ -64,6 +65,7 @@ async def opened(
     ram_owner_bytes: int = 0,
     clock: Callable[[], float] = lambda: 1e9,
     reached: Callable[[str], None] = lambda _: None,
+    chunk_bytes: int = WRITE_BYTES,
     **values: object,
 ) -> AsyncIterator[Opened]:
     """A store over RAM and SSD, spilling in the background."""
@@ -71,7 +73,7 @@ async def opened(
     ram = RamTier(Arena(ram_blocks * BLOCK_BYTES), owner_bytes=ram_owner_bytes)
     announced = Announced()
     store = Store(ram, announced, epoch=EPOCH, clock=clock)
-    log = open_log(chosen, MeshSecret(SECRET), reached=reached)
+    log = open_log(chosen, MeshSecret(SECRET), reached=reached, chunk_bytes=chunk_bytes)
     assert log is not None
     layer = await store.attach_ssd(log, owner_bytes=chosen.owner_ssd_bytes, max_age_s=chosen.ssd_max_age_s)
     task = asyncio.create_task(layer.spiller.run())

@@ -208,12 +208,3 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigurationError, match="ssd_"):
             open_log(wrong, MeshSecret(SECRET))
-
-
-def flip(path: Path, position: int) -> None:
-    """Change one bit."""
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes((byte ^ 16,)))
