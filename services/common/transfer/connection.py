@@ -101,7 +101,7 @@ class Connection(ABC):
         self.send(wire.Ping())
         self._schedule_heartbeat()
 
-    def _deliver(self, data: bytes | bytearray) -> None:
+    def _deliver(self, data: bytes | bytearray | memoryview) -> None:
         self.heard()
         try:
             message = wire.decode(data)

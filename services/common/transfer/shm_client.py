@@ -29,6 +29,9 @@ from services.common.transfer.shm_regions import Region, locate
 
 # Copied (and, by the callers, verified) before the loop gets another turn: a quarter of a millisecond.
 TURN_BYTES = 2 * 2**20
+# The holder, which lends WINDOW_BYTES ahead, is told each time that so much has been taken.
+TELL_BYTES = 8 * 2**20
+WINDOW_BYTES = 4 * TELL_BYTES
 
 
 class ShmTransport:
@@ -92,6 +95,7 @@ class _PullOperation:
         self._lent: deque[wire.Lent] = deque()
         self._num_lent = 0
         self._num_copied = 0
+        self._untold_bytes = 0
         self._copying = False
         self._end: wire.PullEnd | None = None
 
@@ -160,13 +164,20 @@ class _PullOperation:
             return len(buffer)
         self._num_copied += 1
         self._on_block(index, message.headers[position], message.tiers[position])
+        self._untold_bytes += len(buffer)
         if position + 1 == len(message.headers):
             self._lent.popleft()
+        is_last = self._end is not None and self._num_copied == self._num_lent
+        if self._untold_bytes >= TELL_BYTES and not is_last:
+            self._untold_bytes = 0
             self._connection.send(wire.Taken(self._number, self._num_copied))
         return len(buffer)
 
     def _check(self) -> None:
         if self._end is not None and self._num_copied == self._num_lent and not self.done.done():
+            if self._untold_bytes:
+                # Nobody waits for this: it goes with the next message.
+                self._connection.send_later(wire.Taken(self._number, self._num_copied))
             self.done.set_result(PullResult(self._num_copied, self._end.stop, ShmTransport.name))
 
 

@@ -25,6 +25,9 @@ from services.common.transfer.shm_regions import MAX_REGIONS, Region, map_receiv
 # Messages taken in one turn of the loop.
 _MAX_BURST = 16
 _BACKLOG = 128
+# How long a message that is in no hurry waits for another one to go with, and how many do.
+_LATER_S = 0.001
+_MAX_LATER = 64
 _WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK)
 T = TypeVar("T", bound=wire.Control)
 
@@ -67,6 +70,8 @@ class ShmConnection(Connection):
         self._buffer = bytearray(wire.MAX_CONTROL_BYTES)
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
+        self._later: list[bytes] = []
+        self._flush: asyncio.TimerHandle | None = None
 
     @classmethod
     async def connect(cls, address: str, key: bytes, regions: Sequence[Region]) -> ShmConnection:
@@ -99,9 +104,22 @@ class ShmConnection(Connection):
         """As `Connection.send`."""
         if self.error is not None:
             return
-        data = wire.encode(message)
-        if self._unsent or not self._try_send(data):
+        data = b"".join((*self._later, wire.encode(message)))
+        self._later.clear()
+        if len(data) > wire.MAX_CONTROL_BYTES:
+            self.fail(ProtocolViolation("too many messages at once"))
+        elif self._unsent or not self._try_send(data):
             self._queue(data)
+
+    def send_later(self, message: wire.Control) -> None:
+        """Send together with the next message, or in a moment: for what the peer need not be woken for at once."""
+        if self.error is not None:
+            return
+        if self._flush is None:
+            self._flush = self._loop.call_later(_LATER_S, self._flush_later)
+        self._later.append(wire.encode(message))
+        if len(self._later) >= _MAX_LATER:
+            self._flush_later()
 
     def peer_view(self, place: wire.Place) -> memoryview:
         """The peer's memory at a place that it named. Raises ProtocolViolation."""
@@ -118,7 +136,19 @@ class ShmConnection(Connection):
         self._loop.remove_writer(self._socket)
         self._socket.close()
         self._unsent.clear()
+        self._later.clear()
+        if self._flush is not None:
+            self._flush.cancel()
         self.peer_memory = []
+
+    def _flush_later(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        data = b"".join(self._later)
+        self._later.clear()
+        if data and (self._unsent or not self._try_send(data)):
+            self._queue(data)
 
     def _try_send(self, data: bytes) -> bool:
         try:
@@ -157,7 +187,15 @@ class ShmConnection(Connection):
             if count == 0:
                 self.fail(PeerLost("the peer closed the connection"))
                 return
-            self._deliver(self._buffer)
+            self._deliver_all(memoryview(self._buffer)[:count])
+
+    def _deliver_all(self, data: memoryview) -> None:
+        try:
+            for message in wire.split(data):
+                if self.error is None:
+                    self._deliver(message)
+        except ProtocolViolation as violation:
+            self.fail(violation)
 
     async def _agreed(self, key: bytes, hello_nonce: bytes, challenge_nonce: bytes, *, as_client: bool) -> None:
         """Only now, when both sides have proved the secret, memory is shown."""

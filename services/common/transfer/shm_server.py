@@ -25,13 +25,12 @@ from services.common.transfer.protocol import (
     PullRequest,
 )
 from services.common.transfer.server import ServedPull, Session, TransferServer
-from services.common.transfer.shm_client import TURN_BYTES
+from services.common.transfer.shm_client import TURN_BYTES, WINDOW_BYTES
 from services.common.transfer.shm_connection import ShmConnection, listen
 from services.common.transfer.shm_regions import Region, locate
 
-# Blocks lent with one message; bytes of a pull that are lent and not taken.
+# Blocks lent with one message.
 BATCH_BLOCKS = 8
-WINDOW_BYTES = 32 * 2**20
 _log = structlog.get_logger()
 
 

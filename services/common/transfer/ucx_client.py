@@ -26,7 +26,7 @@ from services.common.transfer.protocol import (
     PushResult,
 )
 from services.common.transfer.ucx_connection import UcxConnection
-from services.common.transfer.ucx_reactor import Completed, UcxReactor
+from services.common.transfer.ucx_reactor import UcxReactor
 
 
 class UcxTransport:
@@ -117,16 +117,16 @@ class _PullOperation:
         self._announced.extend(zip(message.headers, message.tiers, strict=True))
         for offset in range(count):
             self._outstanding += 1
-            received = self._connection.endpoint.tag_recv(self._buffers[first + offset], message.tag + offset)
-            received.add_done_callback(partial(self._received, first + offset))
+            received = partial(self._received, first + offset)
+            self._connection.endpoint.tag_recv(self._buffers[first + offset], message.tag + offset, received)
         if message.stop is not None:
             self._end = wire.PullEnd(message.op, len(self._announced), message.stop)
 
-    def _received(self, index: int, future: Completed) -> None:
+    def _received(self, index: int, error: PeerLost | None) -> None:
         self._outstanding -= 1
-        if (error := future.exception()) is not None:
-            self._connection.fail(PeerLost(str(error)))
-            self.fail(PeerLost(str(error)))
+        if error is not None:
+            self._connection.fail(error)
+            self.fail(error)
             return
         self._connection.heard()
         self._arrived.add(index)
@@ -167,7 +167,7 @@ class _PushOperation:
                 raise ProtocolViolation("more blocks accepted than offered")
             for offset, payload in enumerate(self._payloads[message.first : self._accepted]):
                 self._outstanding += 1
-                self._connection.endpoint.tag_send(payload, message.tag + offset).add_done_callback(self._sent)
+                self._connection.endpoint.tag_send(payload, message.tag + offset, self._sent)
         elif isinstance(message, wire.PushEnd) and message.accepted <= (self._accepted or 0):
             self._end = message
         else:
@@ -182,11 +182,11 @@ class _PushOperation:
     async def stop(self) -> None:
         """As `Operation.stop`: nothing but closing the connection ends what is being sent."""
 
-    def _sent(self, future: Completed) -> None:
+    def _sent(self, error: PeerLost | None) -> None:
         self._outstanding -= 1
-        if (error := future.exception()) is not None:
-            self._connection.fail(PeerLost(str(error)))
-            self.fail(PeerLost(str(error)))
+        if error is not None:
+            self._connection.fail(error)
+            self.fail(error)
         self._check()
 
     def _check(self) -> None:

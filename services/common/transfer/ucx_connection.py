@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TypeVar
 
 from services.common.transfer import wire
 from services.common.transfer.connection import MAX_UNSENT_BYTES, Connection, handshake_message
 from services.common.transfer.errors import PeerLost
-from services.common.transfer.ucx_reactor import Completed, UcxEndpoint
+from services.common.transfer.ucx_reactor import UcxEndpoint
 
 T = TypeVar("T", bound=wire.Control)
 
@@ -55,12 +54,12 @@ class UcxConnection(Connection):
             self.fail(PeerLost("the peer has stopped reading"))
             return
 
-        def sent(future: Completed) -> None:
+        def sent(error: PeerLost | None) -> None:
             self._unsent_bytes -= len(data)
-            if not future.cancelled() and (error := future.exception()) is not None:
-                self.fail(PeerLost(str(error)))
+            if error is not None:
+                self.fail(error)
 
-        self.endpoint.tag_send(data, self._send_tags.control).add_done_callback(sent)
+        self.endpoint.tag_send(data, self._send_tags.control, sent)
 
     def take_send_tags(self, count: int) -> int:
         """First of `count` tags for payloads that this side sends."""
@@ -81,13 +80,12 @@ class UcxConnection(Connection):
     def _receive_next(self) -> None:
         if self.error is None:
             assert self._receive_tags is not None
-            self.endpoint.tag_recv(self._control, self._receive_tags.control).add_done_callback(self._received)
+            self.endpoint.tag_recv(self._control, self._receive_tags.control, self._received)
 
-    def _received(self, future: Completed) -> None:
-        if self.error is not None or future.cancelled():
-            return
-        if (error := future.exception()) is not None:
-            self.fail(PeerLost(str(error)))
+    def _received(self, error: PeerLost | None) -> None:
+        if error is not None:
+            self.fail(error)
+        if self.error is not None:
             return
         self._deliver(self._control)
         self._receive_next()
@@ -98,9 +96,9 @@ class UcxConnection(Connection):
         self._receive_tags, self._send_tags = (to_client, to_server) if as_client else (to_server, to_client)
 
     async def _say(self, message: wire.Control) -> None:
-        await asyncio.shield(self.endpoint.stream_send(wire.encode(message).ljust(wire.FRAME_BYTES, b"\0")))
+        await self.endpoint.stream_send(wire.encode(message).ljust(wire.FRAME_BYTES, b"\0"))
 
     async def _expect(self, kind: type[T]) -> T:
         frame = bytearray(wire.FRAME_BYTES)
-        await asyncio.shield(self.endpoint.stream_recv(frame))
+        await self.endpoint.stream_recv(frame)
         return handshake_message(frame, kind)

@@ -24,7 +24,7 @@ from services.common.transfer.protocol import (
 from services.common.transfer.server import ServedPull, Session, TransferServer
 from services.common.transfer.settle import uninterrupted
 from services.common.transfer.ucx_connection import UcxConnection
-from services.common.transfer.ucx_reactor import Completed, UcxEndpoint, UcxReactor
+from services.common.transfer.ucx_reactor import OnDone, UcxEndpoint, UcxReactor
 
 # Blocks announced at once; payload of one pull in flight, which also bounds how long a heartbeat queues behind it.
 BATCH_BLOCKS = 8
@@ -62,10 +62,12 @@ class UcxServer(TransferServer[UcxConnection]):
         reservation = await self._sink.reserve(message.headers, message.epoch)
         buffers = reservation.buffers
         tag = connection.take_receive_tags(len(buffers)) if buffers else 0
-        receiving = [connection.endpoint.tag_recv(buffer, tag + i) for i, buffer in enumerate(buffers)]
+        receiving = InFlight(connection)
+        for offset, buffer in enumerate(buffers):
+            connection.endpoint.tag_recv(buffer, tag + offset, receiving.begin(len(buffer)))
         connection.send(wire.Accept(message.op, reservation.num_held, len(buffers), tag))
         try:
-            await settle(connection, receiving, deadline_s)
+            await receiving.settle(deadline_s)
         except BaseException:
             reservation.abandon()
             raise
@@ -78,8 +80,7 @@ class _ServedPull(ServedPull[UcxConnection]):
 
     def __init__(self, session: Session[UcxConnection], number: int, request: PullRequest) -> None:
         super().__init__(session, number, request)
-        self._sending: set[Completed] = set()
-        self._sending_bytes = 0
+        self._sending = InFlight(session.connection)
         self._num_sent = 0
 
     def wake(self) -> None:
@@ -94,7 +95,7 @@ class _ServedPull(ServedPull[UcxConnection]):
                 self._connection.send(wire.PullEnd(self._number, self._num_sent, stop))
         finally:
             try:
-                await settle(self._connection, list(self._sending), self._left_s())
+                await self._sending.settle(self._left_s())
             finally:
                 lease.release(self._num_sent, stop)
 
@@ -107,12 +108,12 @@ class _ServedPull(ServedPull[UcxConnection]):
                 return STOP_CANCELLED
             if self._left_s() <= 0:
                 return STOP_DEADLINE
-            room = (WINDOW_BYTES - self._sending_bytes) // len(blocks[self._num_sent].payload)
-            if room > 0 or not self._sending:
+            room = (WINDOW_BYTES - self._sending.num_bytes) // len(blocks[self._num_sent].payload)
+            if room > 0 or not self._sending.count:
                 end = min(len(blocks), self._num_sent + min(BATCH_BLOCKS, max(1, room)))
                 self._send(blocks[self._num_sent : end], lease.stop if end == len(blocks) else None)
             else:
-                await asyncio.wait(self._sending, timeout=self._left_s(), return_when=asyncio.FIRST_COMPLETED)
+                await self._sending.fewer(self._left_s())
         return lease.stop
 
     def _send(self, batch: Sequence[HeldBlock], stop: str | None) -> None:
@@ -120,34 +121,57 @@ class _ServedPull(ServedPull[UcxConnection]):
         headers, tiers = [block.header for block in batch], [block.tier for block in batch]
         self._connection.send(wire.Blocks(self._number, self._num_sent, tag, headers, tiers, stop))
         for offset, block in enumerate(batch):
-            future = self._connection.endpoint.tag_send(block.payload, tag + offset)
-            self._sending.add(future)
-            self._sending_bytes += len(block.payload)
-            future.add_done_callback(partial(self._sent, len(block.payload)))
+            self._connection.endpoint.tag_send(block.payload, tag + offset, self._sending.begin(len(block.payload)))
         self._num_sent += len(batch)
 
-    def _sent(self, num_bytes: int, future: Completed) -> None:
-        self._sending.discard(future)
-        self._sending_bytes -= num_bytes
-        if future.exception() is None:
+
+class InFlight:
+    """Buffers of one operation that UCX holds."""
+
+    def __init__(self, connection: UcxConnection) -> None:
+        self.count = 0
+        self.num_bytes = 0
+        self._connection = connection
+        self._error: PeerLost | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    def begin(self, num_bytes: int) -> OnDone:
+        """A buffer is being posted; returns what to call when UCX is done with it."""
+        self.count += 1
+        self.num_bytes += num_bytes
+        return partial(self._done, num_bytes)
+
+    async def fewer(self, timeout_s: float) -> None:
+        """Wait until UCX is done with one more, or for `timeout_s`."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        await asyncio.wait((self._waiting,), timeout=timeout_s)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait for all; after `timeout_s` and a grace close the connection, and wait until UCX is done.
+
+        Raises TransferError when one of them failed.
+        """
+        if self.count:
+            await uninterrupted(self._settle(max(0.0, timeout_s) + STOP_GRACE_S))
+        if self._error is not None:
+            raise self._error
+
+    async def _settle(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        while self.count:
+            left_s = until_s - loop.time()
+            if left_s <= 0:
+                self._connection.fail(TransferTimeout("the peer did not take its blocks in time"))
+                left_s = STOP_GRACE_S
+            await self.fewer(left_s)
+
+    def _done(self, num_bytes: int, error: PeerLost | None) -> None:
+        self.count -= 1
+        self.num_bytes -= num_bytes
+        if error is None:
             self._connection.heard()
-
-
-async def settle(connection: UcxConnection, futures: list[Completed], timeout_s: float) -> None:
-    """Wait for all; after `timeout_s` and a grace close the connection, and wait until UCX is done with the memory.
-
-    Raises TransferError when one of them failed.
-    """
-    await uninterrupted(_settle(connection, futures, timeout_s))
-
-
-async def _settle(connection: UcxConnection, futures: list[Completed], timeout_s: float) -> None:
-    if not futures:
-        return
-    _, pending = await asyncio.wait(futures, timeout=max(0.0, timeout_s) + STOP_GRACE_S)
-    if pending:
-        connection.fail(TransferTimeout("the peer did not take its blocks in time"))
-        await asyncio.wait(futures)
-    for future in futures:
-        if (error := future.exception()) is not None:
-            raise PeerLost(str(error))
+        else:
+            self._error = self._error or error
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)

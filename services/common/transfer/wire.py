@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hmac
 import struct
+from collections.abc import Iterator
 from hashlib import sha256
 
 import msgspec
@@ -189,13 +190,23 @@ def encode(message: Control) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def decode(data: bytes | bytearray) -> AnyControl:
+def decode(data: bytes | bytearray | memoryview) -> AnyControl:
     """The message at the start of `data`. Raises ProtocolViolation."""
-    (length,) = _LENGTH.unpack_from(data)
     try:
+        (length,) = _LENGTH.unpack_from(data)
         return _decoder.decode(memoryview(data)[_LENGTH.size : _LENGTH.size + length])
-    except msgspec.DecodeError:
+    except (struct.error, msgspec.DecodeError):
         raise ProtocolViolation("not a control message") from None
+
+
+def split(data: memoryview) -> Iterator[memoryview]:
+    """The messages that lie one after the other in `data`. Raises ProtocolViolation."""
+    while data:
+        if len(data) < _LENGTH.size:
+            raise ProtocolViolation("not a control message")
+        size = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        yield data[:size]
+        data = data[size:]
 
 
 def proof(key: bytes, role: bytes, version: int, hello_nonce: bytes, challenge_nonce: bytes) -> bytes:
