@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -206,21 +204,6 @@ async def test_reads_pin_what_reclaim_wants(tmp_path: Path) -> None:
         assert one.layer.tier.totals.reclaimed_blocks > 0
         assert one.store.statistics().leased_blocks == 0
         await check_all(one, 80)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for the key file and two segments."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1800k", "none", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield folder
-    with contextlib.suppress(OSError):
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def used(path: Path) -> int:
