@@ -8,6 +8,7 @@ the mesh secret: nobody else can take it beforehand. Who does not share the netw
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hmac
 import os
@@ -134,6 +135,10 @@ class ShmConnection(Connection):
     def _close(self) -> None:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
+        if self._later and not self._unsent:
+            # What the peer has not been told yet; it does not matter when it has gone.
+            with contextlib.suppress(OSError):
+                self._socket.send(b"".join(self._later), socket.MSG_NOSIGNAL)
         self._socket.close()
         self._unsent.clear()
         self._later.clear()

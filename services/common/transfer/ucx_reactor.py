@@ -252,7 +252,11 @@ class UcxReactor:
         left = [entry for entry in waiting if not entry[0].completed]
         self._pending = left
         for request, on_done, _ in done:
-            on_done(self._error_of(request))
+            try:
+                on_done(self._error_of(request))
+            except Exception as error:
+                # As in any callback of the loop: the others still get theirs.
+                self.loop.call_exception_handler({"message": "a completion failed", "exception": error})
         return True
 
     def _error_of(self, request: Any) -> PeerLost | None:
