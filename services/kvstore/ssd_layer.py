@@ -81,11 +81,11 @@ class SsdLayer:
                     self.tier.mark_hot(entry.block_id)
         return below
 
-    async def clear_owner(self, owner: bytes, entries: Sequence[Entry]) -> None:
-        """Drop an owner's blocks; those that RAM has just dropped are not written any more."""
+    def cleared(self, entries: Sequence[Entry]) -> set[BlockId]:
+        """RAM has dropped these with their owner: they are not written any more. Returns which are here still."""
         for entry in entries:
             self.spiller.evicted(entry.block_id)
-        await self.tier.clear_owner(owner)
+        return {entry.block_id for entry in entries if entry.block_id in self.tier}
 
     async def flush(self, timeout_s: float) -> None:
         """Write what waits, for at most this long; `run` must be running."""

@@ -213,12 +213,17 @@ class SsdTier:
                 if not self._index.in_segment(segment):
                     await self._guarded(self._remove_segment(segment))
 
-    async def clear_owner(self, owner: bytes) -> None:
-        """Destroy an owner's key and drop its blocks: nobody can read them again."""
+    async def clear_owner(self, owner: bytes, clear_ram: Callable[[], int]) -> int:
+        """Destroy an owner's key and drop its blocks: nobody can read them again.
+
+        clear_ram: called first, while nothing is being written. Returns what it returns.
+        """
         async with self._writing:
+            num_cleared = clear_ram()
             self._drop(self._index.owned(owner))
             if self.is_on:
                 await self._guarded(self._in_writer(lambda: self._log.keys.destroy(owner)))
+            return num_cleared
 
     async def close(self) -> None:
         """Wait for what runs and close the files; what was stored stays."""

@@ -118,12 +118,15 @@ class Store:
 
     async def clear_owner(self, owner: bytes) -> int:
         """Drop an owner's blocks from both tiers and destroy its key. Returns how many RAM blocks went."""
+        if self.ssd is None:
+            return self._clear_ram(owner)
+        return await self.ssd.tier.clear_owner(owner, lambda: self._clear_ram(owner))
+
+    def _clear_ram(self, owner: bytes) -> int:
         gone = self._ram.clear_owner(owner)
         self.totals.evicted(len(gone), sum(entry.slot.num_bytes for entry in gone))
-        below = self.ssd.tier if self.ssd is not None else ()
+        below = self.ssd.cleared(gone) if self.ssd is not None else set()
         self._announcements.remove([entry.block_id for entry in gone if entry.block_id not in below])
-        if self.ssd is not None:
-            await self.ssd.clear_owner(owner, gone)
         _log.info("an owner was cleared", ram_blocks=len(gone))
         return len(gone)
 
