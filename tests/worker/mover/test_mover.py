@@ -193,3 +193,13 @@ def _cpu_ticks(pid: int) -> int:
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
+
+
+async def test_pulled_bytes_are_counted_by_transport(
+    transport_name: str, start_mover: StartMover, start_holder: StartHolder
+) -> None:
+    mover, holder = await start_mover(transport_name), start_holder("--blocks", "3")
+    mover.pull(1, chain(3), [0, 1, 2], run_at(holder.peer, 0, 3))
+    await mover.done(PullDone, 1)
+    expected = {transport_name: 3 * BLOCK_BYTES}
+    await eventually(lambda: mover.counters is not None and mover.counters.bytes_by_transport == expected)
