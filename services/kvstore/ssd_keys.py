@@ -52,6 +52,16 @@ class OwnerKeys:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def num_free(self) -> int:
+        """Owners that can still get a key."""
+        return len(self._free)
+
+    @property
+    def owners(self) -> list[bytes]:
+        """Whoever has a key."""
+        return list(self._keys)
+
     def find(self, owner: bytes, key_id: bytes) -> OwnerKey | None:
         """The owner's key if it is still this one."""
         key = self._keys.get(owner)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
+import structlog
+
 from services.common.blocks import BlockId
 from services.common.transfer.protocol import STOP_COMPLETE, STOP_DEADLINE, STOP_OVERLOAD, PullRequest
 from services.kvstore.ram_tier import Entry, RamTier
@@ -13,13 +15,14 @@ from services.kvstore.ssd_loader import LOAD_BYTES, Allocate, Promoted, SsdLoade
 from services.kvstore.ssd_spiller import SsdSpiller
 from services.kvstore.ssd_tier import SsdTier
 
-# Share of a pull's deadline that reading may take; the rest is for sending.
-_READ_SHARE = 0.5
+# Share of a pull's deadline that reading may take, the rest is for sending; and the longest time.
+_READ_SHARE, _MAX_READ_S = 0.5, 1.5
 # Most that is read so that an offered block has its parent in RAM.
 _BRING_BYTES = 64 * 2**20
 # Longest that an offer waits for the disk.
 _CATCH_UP_S = 0.25
 _EXPIRE_EVERY_S = 30.0
+_log = structlog.get_logger()
 
 
 class SsdLayer:
@@ -32,15 +35,19 @@ class SsdLayer:
         self._loader = SsdLoader(ram, tier, allocate, promoted)
 
     async def run(self) -> None:
-        """Spill, and expire where there is a maximum age."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.spiller.run())
-            group.create_task(self._expire())
+        """Spill, and expire where there is a maximum age. An error of our own ends the tier, not the node."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.spiller.run())
+                group.create_task(self._expire())
+        except* Exception as errors:
+            _log.exception("the ssd tier failed")
+            self.tier.switch_off(errors.exceptions[0])
 
     async def extend(self, entries: list[Entry], request: PullRequest) -> str:
         """Append blocks from the SSD to a lease that ends too early. Returns why it stopped, if not for lack."""
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + request.deadline_s * _READ_SHARE
+        until_s = loop.time() + min(request.deadline_s * _READ_SHARE, _MAX_READ_S)
         while len(entries) < len(request.ids):
             wanted = request.ids[len(entries) :]
             run = self.tier.run(wanted, LOAD_BYTES)

@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from services.common.blocks import BlockId
 from services.kvstore.ram_tier import Entry, RamTier
 from services.kvstore.ssd_format import MAX_FRAME_RECORDS
+from services.kvstore.ssd_frames import frame_share
 from services.kvstore.ssd_log import NewBlock
-from services.kvstore.ssd_tier import Spill, SsdTier, frame_share
+from services.kvstore.ssd_tier import Spill, SsdTier
 
 # A short queue waits this long for more, so that few blocks do not cost a frame each.
 _GATHER_S = 0.02

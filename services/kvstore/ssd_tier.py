@@ -7,8 +7,9 @@ blocks are given up, the node goes on from RAM, and a restart tries again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,10 +18,10 @@ import structlog
 
 from services.common.blocks import BlockId
 from services.kvstore.metrics import SsdTotals
-from services.kvstore.ssd_format import MAX_FRAME_RECORDS, Record, frame_header_bytes, padded
+from services.kvstore.ssd_frames import FRAME_BYTES, frame_bytes, frames, places_bytes
 from services.kvstore.ssd_index import SsdEntry, SsdIndex
 from services.kvstore.ssd_keys import TooManyOwners
-from services.kvstore.ssd_log import NewBlock, Place, SegmentLog, Wanted, stored_bytes
+from services.kvstore.ssd_log import NewBlock, Place, SegmentLog, Wanted
 from services.kvstore.ssd_recovery import recover
 
 READ_THREADS = 4
@@ -30,7 +31,10 @@ _READS_END_S = 10.0
 _COPIED_FRACTION = 0.5
 # Most of a segment that one frame takes: with the copies and the padding it still fits.
 _FRAME_FRACTION = 0.375
-_FRAME_BYTES = 16 * 2**20
+# A read or a write that takes longer ends the tier.
+_READ_TIMEOUT_S, _WRITE_TIMEOUT_S = 2.0, 30.0
+# Owners without blocks that lose their keys at once when others need the slots.
+_IDLE_OWNERS = 32
 _log = structlog.get_logger()
 _R = TypeVar("_R")
 
@@ -114,9 +118,11 @@ class SsdTier:
                 lambda: recover(scanned.places, self._log.keys, oldest_s=self._oldest_s())
             )
         except OSError as error:
-            self._switch_off(error)
+            self.switch_off(error)
             return []
         self._index = index
+        self._shrink_to_quota()
+        ids = [block_id for block_id in ids if block_id in index]
         self.totals.held(len(ids), index.num_bytes)
         self.totals.open_s = time.monotonic() - started_s
         _log.info(
@@ -132,7 +138,7 @@ class SsdTier:
     @property
     def frame_bytes(self) -> int:
         """Most that the blocks of one write may take, each counted by `frame_share`."""
-        return min(_FRAME_BYTES, int(self._log.segment_bytes * _FRAME_FRACTION))
+        return min(FRAME_BYTES, int(self._log.segment_bytes * _FRAME_FRACTION))
 
     def run(self, ids: Sequence[BlockId], max_bytes: int) -> list[SsdEntry]:
         """The leading blocks of `ids` that are here and not too old."""
@@ -176,7 +182,8 @@ class SsdTier:
             shares = [wanted[first : first + step] for first in range(0, len(wanted), step)]
             jobs = [loop.run_in_executor(self._readers, _read, self._log, share) for share in shares]
             # Each ends by itself: memory is in use until the last one has.
-            results = [fault for faults in await asyncio.gather(*jobs) for fault in faults]
+            with self._watched(_READ_TIMEOUT_S, "read"):
+                results = [fault for faults in await asyncio.gather(*jobs) for fault in faults]
         finally:
             for place in places:
                 self._unpin(place.segment)
@@ -185,17 +192,22 @@ class SsdTier:
     async def write(self, spills: Sequence[Spill]) -> int:
         """Store blocks that fit in a frame, parents first. Returns how many are on the SSD now."""
         async with self._writing:
-            wanted = self._within_quota([one for one in spills if one.block_id not in self._index and one.is_wanted()])
+            oldest_s = self._oldest_s()
+            new = [one for one in spills if one.block_id not in self._index and one.is_wanted()]
+            wanted = self._within_quota([one for one in new if one.block.created_s >= oldest_s])
             if self._off or not wanted:
                 return 0
             started_s = time.monotonic()
             try:
-                places = await self._append([spill.block for spill in wanted])
+                with self._watched(_WRITE_TIMEOUT_S, "write"):
+                    places = await self._append([spill.block for spill in wanted])
             except OSError as error:
-                self._switch_off(error)
+                self.switch_off(error)
                 return 0
             except TooManyOwners as error:
                 _log.warning("blocks are not spilled", error=str(error))
+                return 0
+            if self._off:
                 return 0
             stored = [spill for spill, place in zip(wanted, places, strict=True) if self._insert(spill, place)]
             num_bytes = sum(len(spill.block.payload) for spill in stored)
@@ -238,10 +250,22 @@ class SsdTier:
         assert not self._pins
 
     async def _append(self, blocks: list[NewBlock]) -> list[Place]:
-        num_bytes = _frame_bytes(blocks)
+        num_bytes = frame_bytes(blocks)
         while self._log.room_bytes < num_bytes:
             await self._next_segment()
+        await self._make_room_for_keys({block.owner for block in blocks})
         return await self._in_writer(lambda: self._log.append(blocks))
+
+    async def _make_room_for_keys(self, owners: set[bytes]) -> None:
+        """Take keys from owners without blocks, else from those that have theirs the longest."""
+        keys = self._log.keys
+        if keys.num_free >= len(owners.difference(keys.owners)):
+            return
+        others = [owner for owner in keys.owners if owner not in owners]
+        idle = [owner for owner in others if not self._index.owner_bytes(owner)]
+        for owner in idle[:_IDLE_OWNERS] or others[: len(owners)]:
+            self._drop(self._index.owned(owner))
+            await self._in_writer(lambda owner=owner: keys.destroy(owner))  # type: ignore[misc]
 
     async def _next_segment(self) -> None:
         """Open a segment; when that leaves no space for a further one, empty and remove the oldest."""
@@ -254,9 +278,9 @@ class SsdTier:
             await self._remove_segment(oldest)
 
     async def _copy_forward(self, keepers: list[SsdEntry]) -> None:
-        for places in _frames([entry.place for entry in keepers]):
+        for places in frames([entry.place for entry in keepers]):
             ids = [entry.block_id for entry in keepers if entry.place in places]
-            if self._log.room_bytes < _places_bytes(places):
+            if self._log.room_bytes < places_bytes(places):
                 return
             moved = await self._in_writer(lambda places=places: self._log.copy(places))  # type: ignore[misc]
             for block_id, old, new in zip(ids, places, moved, strict=True):
@@ -293,11 +317,19 @@ class SsdTier:
             fitting.append(spill)
         return fitting
 
+    def _shrink_to_quota(self) -> None:
+        """After a restart with another quota, or with records that had been dropped for one."""
+        for owner in self._log.keys.owners if self._owner_limit else ():
+            while self._index.owner_bytes(owner) > self._owner_limit:
+                if (victim := self._index.quota_victim(owner, ())) is None:
+                    break
+                self._index.remove([victim])
+
     def _account(self, entries: Sequence[SsdEntry], results: Sequence[str | OSError]) -> int:
         good = 0
         for entry, result in zip(entries, results, strict=True):
             if isinstance(result, OSError):
-                self._switch_off(result)
+                self.switch_off(result)
             elif result:
                 self.totals.failed_verification(result)
                 _log.warning("a block on the ssd failed verification", reason=result)
@@ -327,7 +359,8 @@ class SsdTier:
     def _oldest_s(self) -> int:
         return int(self._clock() - self.max_age_s) if self.max_age_s else 0
 
-    def _switch_off(self, error: OSError | TimeoutError) -> None:
+    def switch_off(self, error: Exception) -> None:
+        """End the tier: nothing is here any more, and nothing is written."""
         if self._off:
             return
         self._off = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
@@ -338,11 +371,21 @@ class SsdTier:
         _log.error("ssd tier is switched off until the next start", error=self._off, given_up_blocks=len(gone))
         self._lost(gone)
 
+    @contextlib.contextmanager
+    def _watched(self, timeout_s: float, what: str) -> Iterator[None]:
+        """Switch off when the body takes too long; the body goes on."""
+        late = TimeoutError(f"a {what} takes longer than {timeout_s:g} s")
+        watchdog = asyncio.get_running_loop().call_later(timeout_s, self.switch_off, late)
+        try:
+            yield
+        finally:
+            watchdog.cancel()
+
     async def _guarded(self, work: Awaitable[object]) -> None:
         try:
             await work
         except OSError as error:
-            self._switch_off(error)
+            self.switch_off(error)
 
     async def _in_writer(self, work: Callable[[], _R]) -> _R:
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._writer, work))
@@ -353,38 +396,8 @@ class SsdTier:
         self._log.close()
 
 
-def frame_share(header: bytes, payload_bytes: int) -> int:
-    """Most that a block adds to a frame."""
-    return stored_bytes(payload_bytes) + padded(len(header))
-
-
 def _read(log: SegmentLog, wanted: Sequence[Wanted]) -> Sequence[str | OSError]:
     try:
         return log.read(wanted)
     except OSError as error:
         return [error] * len(wanted)
-
-
-def _frame_bytes(blocks: Sequence[NewBlock]) -> int:
-    records = [Record(block.header, 0, 0, False, bytes(12), bytes(8)) for block in blocks]
-    return frame_header_bytes(records) + sum(stored_bytes(len(block.payload)) for block in blocks)
-
-
-def _places_bytes(places: Sequence[Place]) -> int:
-    return frame_header_bytes([place.record for place in places]) + sum(
-        stored_bytes(place.record.stored_bytes) for place in places
-    )
-
-
-def _frames(places: Sequence[Place]) -> list[list[Place]]:
-    """Cut into what goes into one frame each."""
-    frames: list[list[Place]] = []
-    room = 0
-    for place in places:
-        size = stored_bytes(place.record.stored_bytes)
-        if not frames or size > room or len(frames[-1]) >= MAX_FRAME_RECORDS:
-            frames.append([])
-            room = _FRAME_BYTES
-        frames[-1].append(place)
-        room -= size
-    return frames

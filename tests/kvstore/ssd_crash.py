@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from services.kvstore.ssd_format import PAGE_BYTES
 from tests.common.transfer.blocks import chain
@@ -38,7 +39,7 @@ async def main(path: Path, step: str, passes: int, chains: int, together: int) -
     """Push until the end comes. More chains at once need segments that take them in one frame."""
     killer = Killer(step, passes)
     segment_bytes = SEGMENT_BYTES * (4 if together > 1 else 1)
-    sizes = {"ssd_segment_bytes": segment_bytes, "ssd_bytes": 8 * segment_bytes + 2**19}
+    sizes: dict[str, Any] = {"ssd_segment_bytes": segment_bytes, "ssd_bytes": 8 * segment_bytes + 2**19}
     async with opened(path, reached=killer.reached, chunk_bytes=PAGE_BYTES, **sizes) as one:
         for number in range(chains):
             await push(one.store, chain(CHAIN_BLOCKS, number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from pathlib import Path
+from typing import cast
 
 from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
@@ -41,7 +42,7 @@ async def announced_tiers(valkey: Valkey) -> dict[bytes, int]:
     location = location_key("kvstore", "kv-1")
     found = await client.hgetall(KeySpace().shard_of(location).blocks(location))
     await client.aclose()
-    return {bytes(block_id): tier[0] for block_id, tier in found.items()}
+    return {block_id: tier[0] for block_id, tier in cast(dict[bytes, bytes], found).items()}
 
 
 async def fill(client: Transport, node: KvStoreProcess) -> None:

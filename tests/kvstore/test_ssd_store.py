@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,7 @@ from services.kvstore.errors import StartFailed
 from services.kvstore.ssd_setup import open_log
 from tests.common.transfer.blocks import SECRET, chain, payload
 from tests.kvstore.ssd import BLOCK_BYTES, SEGMENT_BYTES, Opened, flushed, opened, pull, push, settings
+from tests.support.waiting import eventually
 
 
 async def fill(one: Opened, first: int, count: int, length: int = 8) -> None:
@@ -157,8 +161,44 @@ async def test_owners_stay_within_their_quotas(tmp_path: Path) -> None:
         assert one.layer.tier.statistics().num_bytes <= 2 * quota + 4 * BLOCK_BYTES
         assert await pull(one.store, other) == ["ram"] * 4
         one.layer.tier.check()
-    async with opened(tmp_path, owner_ssd_bytes=2 * quota) as one:
+    async with opened(tmp_path, owner_ssd_bytes=quota) as one:
         assert len(await pull(one.store, other)) == 4
+        assert one.layer.tier.statistics().num_bytes <= quota + 4 * BLOCK_BYTES
+        one.layer.tier.check()
+
+
+async def test_owners_without_blocks_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.kvstore.ssd_keys.MAX_OWNERS", 6)
+    async with opened(tmp_path, ssd_max_age_s=0.0) as one:
+        for number in range(90):
+            ids = chain(8, number)
+            assert await push(one.store, ids, owner=bytes([number + 1]) * 16) == 8
+            await flushed(one)
+        assert one.layer.tier.is_on
+        assert chain(8, 89)[-1] in one.layer.tier
+        assert one.layer.tier.statistics().num_owners <= 6
+
+
+async def test_a_disk_that_hangs_ends_the_tier_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = threading.Event()
+    async with opened(tmp_path) as one:
+        await fill(one, 0, 8)
+        preadv = os.preadv
+
+        def hang(*arguments: Any) -> int:
+            hung.wait(20)
+            return preadv(*arguments)
+
+        monkeypatch.setattr(os, "preadv", hang)
+        started_s = time.monotonic()
+        await pull(one.store, chain(8))
+        assert time.monotonic() - started_s < 2.0
+        await eventually(lambda: not one.layer.tier.is_on)
+        assert "takes longer" in one.layer.tier.statistics().state
+        assert await push(one.store, chain(8, 77)) == 8
+        hung.set()
+        await one.layer._loader.drain()
+        assert one.store.statistics().leased_blocks == 0
 
 
 async def test_old_blocks_are_not_served(tmp_path: Path) -> None:
