@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterable
 
 from services.common.blocks import BlockId
-from services.kvstore.ram_tier import Entry, RamTier
+from services.kvstore.ram_tier import SMALL_FRACTION, Entry, RamTier
 from services.kvstore.ssd_format import MAX_FRAME_RECORDS
 from services.kvstore.ssd_frames import frame_share
 from services.kvstore.ssd_log import NewBlock
@@ -20,6 +20,8 @@ from services.kvstore.ssd_tier import Spill, SsdTier
 
 # A short queue waits this long for more, so that few blocks do not cost a frame each.
 _GATHER_S = 0.02
+# Share of RAM that may wait to be written: half of what newcomers have before they go.
+_LAG = SMALL_FRACTION / 2
 
 
 class SsdSpiller:
@@ -55,10 +57,10 @@ class SsdSpiller:
             self._ssd.totals.dropped(1)
 
     async def caught_up(self, timeout_s: float) -> None:
-        """Wait for the disk, at most this long, while most of a full RAM tier is unwritten."""
+        """Wait for the disk, at most this long, while so much of a full RAM tier is unwritten that it would be lost."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while len(self._queue) > len(self._ram) // 2 and self._ram.is_nearly_full:
+                while self._ram.is_nearly_full and len(self._queue) > _LAG * len(self._ram):
                     self._progress.clear()
                     await self._progress.wait()
 
