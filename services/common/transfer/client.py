@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import structlog
 
@@ -21,11 +21,65 @@ C = TypeVar("C", bound=Connection)
 R = TypeVar("R")
 
 
+class Outcome(Generic[R]):
+    """Result or error of an operation, set once. Who waits for it wakes in one turn, and cannot cancel it."""
+
+    def __init__(self) -> None:
+        self._result: R | None = None
+        self._error: TransferError | None = None
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def done(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def set_result(self, result: R) -> None:
+        """The operation is over and its buffers are free."""
+        self._result = result
+        self._set()
+
+    def set_exception(self, error: TransferError) -> None:
+        """The operation has failed and its buffers are free."""
+        self._error = error
+        self._set()
+
+    def result(self) -> R:
+        """The result. Raises the error."""
+        if self._error is not None:
+            raise self._error
+        assert self._is_set
+        return cast(R, self._result)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until it is set, or for `timeout_s`. One waiter at a time."""
+        if self._is_set:
+            return
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_later(timeout_s, _wake, self._waiter)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+
+    def _set(self) -> None:
+        assert not self._is_set
+        self._is_set = True
+        if self._waiter is not None:
+            _wake(self._waiter)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
 class Operation(Protocol[R]):
     """A pull or a push under way. `done` is set when its buffers are free, and not before."""
 
     @property
-    def done(self) -> asyncio.Future[R]: ...
+    def done(self) -> Outcome[R]: ...
 
     def handle(self, message: wire.ToClient) -> None:
         """A message for it. Raises ProtocolViolation."""
@@ -60,15 +114,12 @@ class Peer(Generic[C]):
         self.connection.begin()
         try:
             self.connection.send(message)
-            if not operation.done.done():
-                await asyncio.wait((operation.done,), timeout=deadline_s)
+            await operation.done.wait(deadline_s)
         finally:
             if not operation.done.done():
                 await uninterrupted(self._stop(operation))
             del self._operations[number]
             self.connection.end()
-            # Retrieved here too: a cancelled caller never looks.
-            operation.done.exception()
         return operation.done.result()
 
     async def _stop(self, operation: Operation[Any]) -> None:
@@ -77,7 +128,7 @@ class Peer(Generic[C]):
         if not operation.done.done():
             self.connection.fail(TransferTimeout("the operation's deadline passed"))
         while not operation.done.done():
-            await asyncio.wait((operation.done,), timeout=_SETTLE_WARNING_S)
+            await operation.done.wait(_SETTLE_WARNING_S)
             if not operation.done.done():
                 _log.error("buffers of a closed connection are still in use")
 

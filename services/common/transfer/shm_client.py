@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from services.common.blocks import join_ids
 from services.common.transfer import wire
-from services.common.transfer.client import PeerCache
+from services.common.transfer.client import Outcome, PeerCache
 from services.common.transfer.errors import ProtocolViolation, TransferError, TransferTimeout
 from services.common.transfer.protocol import (
     STOP_DEADLINE,
@@ -86,7 +86,7 @@ class _PullOperation:
         self, connection: ShmConnection, number: int, buffers: Sequence[memoryview], on_block: OnBlock
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[PullResult] = self._loop.create_future()
+        self.done: Outcome[PullResult] = Outcome()
         self._started_s = self._loop.time()
         self._connection = connection
         self._number = number
@@ -185,7 +185,7 @@ class _PushOperation:
     """Waits for the peer, who copies by itself."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
+        self.done: Outcome[PushResult] = Outcome()
         self._num_blocks = num_blocks
 
     def handle(self, message: wire.ToClient) -> None:

@@ -23,8 +23,6 @@ from services.common.transfer.connection import MAX_UNSENT_BYTES, Connection, ha
 from services.common.transfer.errors import PeerLost, ProtocolViolation
 from services.common.transfer.shm_regions import MAX_REGIONS, Region, map_received
 
-# Messages taken in one turn of the loop.
-_MAX_BURST = 16
 _BACKLOG = 128
 # How long a message that is in no hurry waits for another one to go with, and how many do.
 _LATER_S = 0.001
@@ -180,19 +178,17 @@ class ShmConnection(Connection):
             self._loop.remove_writer(self._socket)
 
     def _readable(self) -> None:
-        for _ in range(_MAX_BURST):
-            if self.error is not None:
-                return
-            try:
-                count = self._socket.recv_into(self._buffer)
-            except OSError as error:
-                if error.errno not in _WOULD_BLOCK:
-                    self.fail(PeerLost(error.strerror or "the peer has gone"))
-                return
-            if count == 0:
-                self.fail(PeerLost("the peer closed the connection"))
-                return
-            self._deliver_all(memoryview(self._buffer)[:count])
+        """Take one packet; the loop calls again while there are more."""
+        try:
+            count = self._socket.recv_into(self._buffer)
+        except OSError as error:
+            if error.errno not in _WOULD_BLOCK:
+                self.fail(PeerLost(error.strerror or "the peer has gone"))
+            return
+        if count == 0:
+            self.fail(PeerLost("the peer closed the connection"))
+            return
+        self._deliver_all(memoryview(self._buffer)[:count])
 
     def _deliver_all(self, data: memoryview) -> None:
         try:

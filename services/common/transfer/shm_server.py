@@ -25,12 +25,14 @@ from services.common.transfer.protocol import (
     PullRequest,
 )
 from services.common.transfer.server import ServedPull, Session, TransferServer
-from services.common.transfer.shm_client import TURN_BYTES, WINDOW_BYTES
+from services.common.transfer.shm_client import TELL_BYTES, TURN_BYTES, WINDOW_BYTES
 from services.common.transfer.shm_connection import ShmConnection, listen
 from services.common.transfer.shm_regions import Region, locate
 
-# Blocks lent with one message.
-BATCH_BLOCKS = 8
+# Blocks, and about how many bytes, lent with one message.
+BATCH_BLOCKS = 32
+BATCH_BYTES = 2 * TELL_BYTES
+BATCH_HEADER_BYTES = wire.MAX_CONTROL_BYTES // 2
 _log = structlog.get_logger()
 
 
@@ -155,6 +157,8 @@ class _ServedPull(ServedPull[ShmConnection]):
         """Why the pull ended, and whether the puller knows. Returns when everything lent was taken, or time is up."""
         stop: str | None = None
         while True:
+            # Before anything is looked at: lending itself may find the connection broken, and wake us.
+            self._progress.clear()
             if self._connection.error is not None:
                 raise PeerLost(str(self._connection.error))
             if self._cancelled or self._left_s() <= 0:
@@ -163,7 +167,6 @@ class _ServedPull(ServedPull[ShmConnection]):
                 stop = self._lend_batch(lease)
             if self._num_taken == self._num_lent and stop is not None:
                 return stop, bool(self._num_lent)
-            self._progress.clear()
             try:
                 async with asyncio.timeout(self._left_s()):
                     await self._progress.wait()
@@ -173,16 +176,23 @@ class _ServedPull(ServedPull[ShmConnection]):
     def _lend_batch(self, lease: BlockLease) -> str | None:
         """Lend some blocks; returns why they are the last, None when they are not."""
         first = self._num_lent
-        batch = lease.blocks[first : first + BATCH_BLOCKS]
+        most = max(1, BATCH_BYTES // max(1, len(lease.blocks[first].payload))) if first < len(lease.blocks) else 1
+        batch = lease.blocks[first : first + min(BATCH_BLOCKS, most)]
+        num_wanted = len(batch)
         places: list[wire.Place] = []
+        header_bytes = 0
         for block in batch:
+            header_bytes += len(block.header)
+            if header_bytes > BATCH_HEADER_BYTES and places:
+                num_wanted = len(places)
+                break
             if (found := locate(self._regions, block.payload)) is None:
                 break
             places.append((*found, len(block.payload)))
         batch = batch[: len(places)]
         end = first + len(batch)
         stop = lease.stop if end == len(lease.blocks) else None
-        if len(places) < min(BATCH_BLOCKS, len(lease.blocks) - first):
+        if len(places) < num_wanted:
             stop = STOP_ELSEWHERE
         if batch:
             headers, tiers = [block.header for block in batch], [block.tier for block in batch]

@@ -6,13 +6,12 @@ payload itself waits at the sender (rendezvous) and lands in the buffer without 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
 from services.common.blocks import join_ids
 from services.common.transfer import wire
-from services.common.transfer.client import PeerCache
+from services.common.transfer.client import Outcome, PeerCache
 from services.common.transfer.errors import PeerLost, ProtocolViolation, TransferError
 from services.common.transfer.protocol import (
     STOP_CANCELLED,
@@ -76,7 +75,7 @@ class _PullOperation:
     def __init__(
         self, connection: UcxConnection, number: int, buffers: Sequence[memoryview], on_block: OnBlock
     ) -> None:
-        self.done: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
+        self.done: Outcome[PullResult] = Outcome()
         self._outstanding = 0
         self._stop = STOP_CANCELLED
         self._connection = connection
@@ -108,7 +107,7 @@ class _PullOperation:
         """As `Operation.stop`: the holder sends no more, and what is on its way arrives."""
         self._stop = STOP_DEADLINE
         self._connection.send(wire.Cancel(self._number))
-        await asyncio.wait((self.done,), timeout=STOP_GRACE_S)
+        await self.done.wait(STOP_GRACE_S)
 
     def _post(self, message: wire.Blocks) -> None:
         first, count = message.first, len(message.headers)
@@ -151,7 +150,7 @@ class _PushOperation:
     """An offer, then the payloads of what was accepted, then the answer."""
 
     def __init__(self, connection: UcxConnection, payloads: Sequence[memoryview]) -> None:
-        self.done: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
+        self.done: Outcome[PushResult] = Outcome()
         self._outstanding = 0
         self._connection = connection
         self._payloads = payloads
