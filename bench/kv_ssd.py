@@ -74,7 +74,8 @@ def report(rows: list[dict[str, object]]) -> None:
     for column in columns:
         print(f"{column:>26}", *(f"{row.get(column, '')!s:>14}" for row in rows))
     _RESULTS.parent.mkdir(exist_ok=True)
-    _RESULTS.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    machine = {"cpus": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 1), "kernel": os.uname().release}
+    _RESULTS.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
 def raw(folder: Path) -> dict[str, object]:
@@ -92,12 +93,18 @@ def raw(folder: Path) -> dict[str, object]:
     for offset in range(0, total, _RAW_CHUNK):
         os.preadv(fd, [memory], offset)
     read_s = time.perf_counter()
+    single = []
+    for number in range(20):
+        begun_s = time.perf_counter()
+        os.preadv(fd, [memoryview(memory)[:BLOCK_BYTES]], number * 12 * _RAW_CHUNK // 2)
+        single.append(time.perf_counter() - begun_s)
     os.close(fd)
     os.unlink(folder / "raw")
     return {
         "what": "raw",
         "write_gb_per_s": round(total / 1e9 / (written_s - started_s), 2),
         "read_gb_per_s": round(total / 1e9 / (read_s - written_s), 2),
+        "one_block_p50_us": round(sorted(single)[len(single) // 2] * 1e6),
     }
 
 
