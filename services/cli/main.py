@@ -11,6 +11,7 @@ from services.cli.commands import service
 from services.cli.commands.chat import chat
 from services.cli.commands.ctl import ctl
 from services.cli.commands.doctor import doctor
+from services.cli.commands.kv import kv
 from services.cli.commands.ps import logs, ps
 from services.cli.commands.up import down, up
 from services.cli.errors import CliError
@@ -29,6 +30,7 @@ app.command()(ps)
 app.command()(logs)
 app.command()(chat)
 app.command()(doctor)
+ctl.add_typer(kv, name="kv")
 app.add_typer(ctl, name="ctl")
 for command in (service.bench, service.gateway, service.router, service.kvstore, service.worker):
     app.command(context_settings=service.PASS_THROUGH)(command)

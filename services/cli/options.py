@@ -26,6 +26,7 @@ class MeshOptions(BaseModel):
     dtype: Literal["bfloat16", "float32"] | None = None
     kv_cache_mb: int | None = Field(None, ge=1)
     kvstore_mb: int | None = Field(None, ge=1)
+    kvstore_ssd_mb: int | None = Field(None, ge=16)
     policy: str | None = None
     http_host: str = "127.0.0.1"
     http_port: int = Field(8080, ge=1, le=65535)

@@ -87,7 +87,7 @@ class Planner:
         if not redis_url:
             valkey, redis_url = self._valkey()
             first.append(valkey)
-        kvstores = [self._service("kvstore", one, redis_url, *self._kvstore()) for one in range(options.kvstores)]
+        kvstores = [self._service("kvstore", one, redis_url, *self._kvstore(one)) for one in range(options.kvstores)]
         routers = [
             self._service("router", one, redis_url, *_flag("policy", options.policy)) for one in range(options.routers)
         ]
@@ -117,8 +117,14 @@ class Planner:
             defaults={"KVMESH_WORKER_THREADS": str(self._options.fair_threads)} if kind == "worker" else {},
         )
 
-    def _kvstore(self) -> tuple[str, ...]:
-        return _flag("ram-bytes", _bytes(self._options.kvstore_mb))
+    def _kvstore(self, number: int) -> tuple[str, ...]:
+        options = self._options
+        ssd = options.kvstore_ssd_mb
+        return (
+            *_flag("ram-bytes", _bytes(options.kvstore_mb)),
+            *_flag("ssd-bytes", _bytes(ssd)),
+            *_flag("ssd-path", None if ssd is None else self._state.ssd(f"kvstore-{number}")),
+        )
 
     def _worker(self, number: int) -> tuple[str, ...]:
         options, model = self._options, self._models[number % len(self._models)]

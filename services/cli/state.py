@@ -53,6 +53,10 @@ class StateDir:
         """Where Redis is, password included."""
         return self.root / "redis_url"
 
+    def ssd(self, name: str) -> Path:
+        """Blocks of a kvstore node; survives restarts."""
+        return self.root / "ssd" / name
+
     def log(self, name: str) -> Path:
         """Log file of a process."""
         return self.logs / f"{name}.log"

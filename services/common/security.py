@@ -42,6 +42,11 @@ class MeshSecret:
         return self._key(b"kvm pull")
 
     @property
+    def storage_key(self) -> bytes:
+        """Key that encrypts the keys of stored blocks."""
+        return self._key(b"kvm storage")
+
+    @property
     def rpc_token(self) -> str:
         """What in-mesh gRPC calls carry in metadata."""
         return self._key(b"kvm rpc").hex()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass, field
 
+from services.common.transfer.shm_regions import create_region
+
 MAX_SLAB_BYTES = 32 * 2**20
 _MIN_SLABS = 8
 _ALIGNMENT = 4096
@@ -40,7 +42,9 @@ class Arena:
             raise ValueError(f"an arena of {capacity_bytes} bytes is too small")
         count = capacity_bytes // self.slab_bytes
         self.capacity_bytes = count * self.slab_bytes
-        self._view = memoryview(mmap.mmap(-1, self.capacity_bytes))
+        # Where the platform allows it, memory that pullers on this host may read.
+        self.region = create_region("kvmesh-arena", self.capacity_bytes)
+        self._view = self.region.view if self.region else memoryview(mmap.mmap(-1, self.capacity_bytes))
         self._slabs = [_Slab() for _ in range(count)]
         self._unused = list(range(count - 1, -1, -1))
         # Slabs of each slot size that have a free slot; dicts as ordered sets.

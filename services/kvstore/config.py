@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
@@ -19,7 +20,14 @@ class KvStoreSettings(ServiceSettings):
 
     ram_bytes: int = Field(2**30, ge=_MIB, description="Memory for blocks.")
     max_lease_s: float = Field(10.0, gt=0, description="Longest time that one pull may hold its blocks.")
-    transport: TransportMode = Field("auto", description="auto: UCX where it can be imported, else gRPC.")
+    transport: TransportMode = Field("auto", description="auto: shared memory on one host, else UCX, else gRPC.")
     pull_listen: str = Field(
         "127.0.0.1:0", description="UCX address, host:port; UCX listens on all interfaces, the host is advertised."
     )
+    owner_ram_bytes: int = Field(0, ge=0, description="Most memory for blocks of one owner; 0: no limit.")
+    ssd_path: Path | None = Field(None, description="Directory for blocks on the SSD, for this node alone.")
+    ssd_bytes: int = Field(0, ge=0, description="Space for them; 0: no SSD tier.")
+    ssd_segment_bytes: int = Field(0, ge=0, description="Size of a file there; 0: by the space.")
+    ssd_max_age_s: float = Field(7 * 86400.0, ge=0, description="Blocks older than this are not kept; 0: no limit.")
+    ssd_encrypt: bool = Field(True, description="Encrypt payloads under a key of their owner.")
+    owner_ssd_bytes: int = Field(0, ge=0, description="Most payload of one owner on the SSD; 0: no limit.")

@@ -20,7 +20,15 @@ _stored = _meter.create_up_down_counter("kvmesh_kvstore_stored_blocks", descript
 _stored_bytes = _meter.create_up_down_counter("kvmesh_kvstore_stored_bytes", description="Bytes held now, by tier.")
 _pull_s = _meter.create_histogram("kvmesh_kvstore_pull_seconds", unit="s", description="Time that a pull held blocks.")
 
+_spilled = _meter.create_counter("kvmesh_kvstore_spilled_blocks", description="Blocks written to the SSD.")
+_spill_s = _meter.create_histogram("kvmesh_kvstore_spill_seconds", unit="s", description="Time of a write to the SSD.")
+_loaded = _meter.create_counter("kvmesh_kvstore_ssd_read_bytes", description="Payload read from the SSD.")
+_dropped = _meter.create_counter("kvmesh_kvstore_dropped_blocks", description="Blocks that left RAM unwritten.")
+_copied = _meter.create_counter("kvmesh_kvstore_copied_blocks", description="Blocks copied out of old segments.")
+_switched_off = _meter.create_counter("kvmesh_kvstore_ssd_switched_off", description="Errors that ended the SSD tier.")
+
 RAM = {"tier": "ram"}
+SSD = {"tier": "ssd"}
 
 
 @dataclass(slots=True)
@@ -28,6 +36,7 @@ class Totals:
     """Counts since start."""
 
     hit_blocks: int = 0
+    ssd_hit_blocks: int = 0
     miss_blocks: int = 0
     pushed_blocks: int = 0
     evicted_blocks: int = 0
@@ -35,34 +44,41 @@ class Totals:
     verification_failures: int = 0
     open_leases: int = 0
 
-    def leased(self, hits: int, misses: int) -> None:
+    def leased(self, ram_hits: int, ssd_hits: int, misses: int) -> None:
         """A pull begins."""
-        self.hit_blocks += hits
+        self.hit_blocks += ram_hits + ssd_hits
+        self.ssd_hit_blocks += ssd_hits
         self.miss_blocks += misses
         self.open_leases += 1
-        _hits.add(hits, RAM)
+        _hits.add(ram_hits, RAM)
+        _hits.add(ssd_hits, SSD)
         _misses.add(misses)
         _leases.add(1)
 
-    def released(self, num_bytes: int, duration_s: float) -> None:
-        """A pull has ended; num_bytes were sent."""
+    def released(self, ram_bytes: int, ssd_bytes: int, duration_s: float) -> None:
+        """A pull has ended; this much was sent."""
         self.open_leases -= 1
         _leases.add(-1)
-        _sent.add(num_bytes, RAM)
-        _pull_s.record(duration_s)
+        _sent.add(ram_bytes, RAM)
+        _sent.add(ssd_bytes, SSD)
+        _pull_s.record(duration_s, SSD if ssd_bytes else RAM)
 
     def kept(self, blocks: int, num_bytes: int) -> None:
         """Blocks were taken in."""
         self.pushed_blocks += blocks
         _pushed.add(blocks)
         _received.add(num_bytes)
+        self.held(blocks, num_bytes)
+
+    def held(self, blocks: int, num_bytes: int) -> None:
+        """RAM holds this much more, or less."""
         _stored.add(blocks, RAM)
         _stored_bytes.add(num_bytes, RAM)
 
     def evicted(self, blocks: int, num_bytes: int) -> None:
         """Blocks went for others."""
         self.evicted_blocks += blocks
-        _evicted.add(blocks)
+        _evicted.add(blocks, RAM)
         _stored.add(-blocks, RAM)
         _stored_bytes.add(-num_bytes, RAM)
 
@@ -76,3 +92,61 @@ class Totals:
         """A block is not what its header says."""
         self.verification_failures += 1
         _failed.add(1, {"reason": reason})
+
+
+@dataclass(slots=True)
+class SsdTotals:
+    """Counts of the SSD tier since start."""
+
+    spilled_blocks: int = 0
+    spilled_bytes: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    dropped_blocks: int = 0
+    copied_blocks: int = 0
+    reclaimed_blocks: int = 0
+    verification_failures: int = 0
+    open_s: float = 0.0
+
+    def spilled(self, blocks: int, num_bytes: int, duration_s: float) -> None:
+        """Blocks were written."""
+        self.spilled_blocks += blocks
+        self.spilled_bytes += num_bytes
+        _spilled.add(blocks)
+        _spill_s.record(duration_s)
+        self.held(blocks, num_bytes)
+
+    def held(self, blocks: int, num_bytes: int) -> None:
+        """The SSD holds this much more, or less."""
+        _stored.add(blocks, SSD)
+        _stored_bytes.add(num_bytes, SSD)
+
+    def was_read(self, blocks: int, num_bytes: int) -> None:
+        """Blocks were brought into RAM."""
+        self.read_blocks += blocks
+        self.read_bytes += num_bytes
+        _loaded.add(num_bytes)
+
+    def dropped(self, blocks: int) -> None:
+        """Blocks left RAM before they could be written, or do not fit."""
+        self.dropped_blocks += blocks
+        _dropped.add(blocks)
+
+    def copied(self, blocks: int) -> None:
+        """Blocks were copied out of a segment that goes."""
+        self.copied_blocks += blocks
+        _copied.add(blocks)
+
+    def reclaimed(self, blocks: int) -> None:
+        """Blocks went with their segment."""
+        self.reclaimed_blocks += blocks
+        _evicted.add(blocks, SSD)
+
+    def failed_verification(self, reason: str) -> None:
+        """A block on the SSD is not what was written."""
+        self.verification_failures += 1
+        _failed.add(1, {"reason": reason, **SSD})
+
+    def switched_off(self) -> None:
+        """The tier has ended."""
+        _switched_off.add(1)

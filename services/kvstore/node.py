@@ -22,9 +22,11 @@ from services.kvstore.config import KvStoreSettings
 from services.kvstore.errors import StartFailed
 from services.kvstore.ram_tier import RamTier
 from services.kvstore.service import KvStoreServicer
+from services.kvstore.ssd_setup import open_log
 from services.kvstore.store import Store
 
 _WITHDRAW_TIMEOUT_S = 2.0
+_FLUSH_TIMEOUT_S = 5.0
 _log = structlog.get_logger()
 
 
@@ -35,8 +37,16 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     epoch = new_epoch()
     client, health = connect_redis(settings.redis_url), RedisHealth()
     announcer = Announcer(client, kind="kvstore", location_id=instance, epoch=epoch, health=health)
-    store = Store(RamTier(_arena(settings)), announcer, epoch=epoch)
-    transfers = TransferEndpoint(settings.transport, secret, store, store, max_operation_s=settings.max_lease_s)
+    arena = _arena(settings)
+    store = Store(RamTier(arena, owner_bytes=settings.owner_ram_bytes), announcer, epoch=epoch)
+    transfers = TransferEndpoint(
+        settings.transport,
+        secret,
+        store,
+        store,
+        max_operation_s=settings.max_lease_s,
+        regions=[arena.region] if arena.region else [],
+    )
     server = MeshServer(settings.listen, secret=secret)
     server.add(
         kvstore_pb2_grpc.add_KvStoreServicer_to_server,
@@ -47,6 +57,7 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     try:
         pull_address = transfers.listen(settings.pull_listen, settings.advertise_host)
         address = await server.start(settings.advertise_host)
+        transfers.listen_shm(address)
     except RuntimeError as error:
         raise StartFailed(str(error)) from None
     record = LocationRecord(
@@ -61,7 +72,10 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
         started_s=int(time.time()),
     )
     registrar = Registrar(client, record, health=health)
-    async with _in_background(announcer, registrar):
+    log = open_log(settings, secret)
+    if log is not None:
+        await store.attach_ssd(log, owner_bytes=settings.owner_ssd_bytes, max_age_s=settings.ssd_max_age_s)
+    async with _in_background(announcer, registrar), _ssd_running(store):
         await server.set_ready(True)
         write_ready_file(settings.ready_file, address=address, metrics=metrics_address, pull_address=pull_address)
         _log.info("kvstore is ready", address=address, pull_address=pull_address, ram_bytes=settings.ram_bytes)
@@ -88,6 +102,23 @@ async def _in_background(announcer: Announcer, registrar: Registrar) -> AsyncIte
                 async with asyncio.timeout(_WITHDRAW_TIMEOUT_S):
                     await registrar.close()
                     await announcer.close()
+
+
+@contextlib.asynccontextmanager
+async def _ssd_running(store: Store) -> AsyncIterator[None]:
+    """Run the SSD tier while the body runs; what waits to be written is written afterwards."""
+    layer = store.ssd
+    if layer is None:
+        yield
+        return
+    task = asyncio.create_task(layer.run())
+    try:
+        yield
+        await layer.flush(_FLUSH_TIMEOUT_S)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await layer.close()
 
 
 def _arena(settings: KvStoreSettings) -> Arena:

@@ -7,11 +7,13 @@ from typing import Any
 import grpc.aio
 from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
+from services.common.blocks import BLOCK_ID_BYTES
+from services.kvstore.ssd_layer import SsdLayer
 from services.kvstore.store import Store
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
-    """Statistics of one node."""
+    """Statistics of one node, and what an operator may do to it."""
 
     def __init__(self, store: Store, kvstore_id: str) -> None:
         self._store = store
@@ -35,4 +37,34 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             rejected_blocks=totals.rejected_blocks,
             verification_failures=totals.verification_failures,
             open_leases=totals.open_leases,
+            ssd_hit_blocks=totals.ssd_hit_blocks,
+            ssd=_ssd(self._store.ssd) if self._store.ssd is not None else None,
         )
+
+    async def Clear(
+        self, request: kvstore_pb2.ClearRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> kvstore_pb2.ClearResponse:
+        """Drop an owner's blocks."""
+        if len(request.owner_digest) != BLOCK_ID_BYTES:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"owner_digest is not {BLOCK_ID_BYTES} bytes")
+        return kvstore_pb2.ClearResponse(ram_blocks=await self._store.clear_owner(request.owner_digest))
+
+
+def _ssd(layer: SsdLayer) -> kvstore_pb2.SsdStats:
+    now, totals = layer.tier.statistics(), layer.tier.totals
+    return kvstore_pb2.SsdStats(
+        state=now.state,
+        blocks=now.num_blocks,
+        payload_bytes=now.num_bytes,
+        used_bytes=now.used_bytes,
+        capacity_bytes=now.capacity_bytes,
+        segments=now.num_segments,
+        owners=now.num_owners,
+        spilled_blocks=totals.spilled_blocks,
+        read_blocks=totals.read_blocks,
+        dropped_blocks=totals.dropped_blocks,
+        copied_blocks=totals.copied_blocks,
+        reclaimed_blocks=totals.reclaimed_blocks,
+        verification_failures=totals.verification_failures,
+        queued_blocks=layer.spiller.num_queued,
+    )

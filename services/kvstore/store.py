@@ -1,6 +1,7 @@
 """The node's blocks as a source and a sink of transfers, and the announcements that follow from them.
 
-A tier below RAM would sit here: `lease` would look there after RAM, `_allocate` would hand blocks down.
+RAM and SSD are each prefix-closed, so a chain is a prefix in RAM and a continuation on the SSD. Blocks are lent from
+RAM only: what is wanted from the SSD is brought there first. A block is announced for the faster tier that has it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from services.common.transfer.protocol import (
 from services.kvstore.arena import Slot
 from services.kvstore.metrics import Totals
 from services.kvstore.ram_tier import Entry, RamStatistics, RamTier
+from services.kvstore.ssd_index import SsdEntry
+from services.kvstore.ssd_layer import SsdLayer
+from services.kvstore.ssd_loader import Allocate
+from services.kvstore.ssd_log import SegmentLog
+from services.kvstore.ssd_tier import SsdTier
 
 # Checksums of this much run on the event loop (about a quarter of a millisecond); more goes to a thread.
 _INLINE_BYTES = 2 * 2**20
@@ -43,7 +49,6 @@ class Offered:
     encoded: bytes
 
 
-Allocate = Callable[[int], Slot | None]
 Kept = Callable[[Sequence[Offered], Sequence[str]], None]
 
 
@@ -56,52 +61,106 @@ class Announcements(Protocol):
 
 
 class Store:
-    """BlockSource and BlockSink over the RAM tier. Everything here runs on the event loop except checksums."""
+    """BlockSource and BlockSink over both tiers. Everything runs on the event loop except checksums and the disk."""
 
-    def __init__(self, ram: RamTier, announcements: Announcements, *, epoch: int) -> None:
+    def __init__(
+        self, ram: RamTier, announcements: Announcements, *, epoch: int, clock: Callable[[], float] = time.time
+    ) -> None:
         self.epoch = epoch
         self.totals = Totals()
+        self.ssd: SsdLayer | None = None
         self._ram = ram
         self._announcements = announcements
+        self._clock = clock
 
     def statistics(self) -> RamStatistics:
         """Of the RAM tier."""
         return self._ram.statistics()
 
+    async def attach_ssd(self, log: SegmentLog, *, owner_bytes: int = 0, max_age_s: float = 0.0) -> SsdLayer:
+        """Open the SSD tier and announce what it holds. Called once; the caller runs and closes the layer."""
+        tier = SsdTier(log, lost=self._lost, owner_bytes=owner_bytes, max_age_s=max_age_s, clock=self._clock)
+        self.ssd = SsdLayer(self._ram, tier, self._allocate, self._promoted)
+        self._announcements.add(await tier.start(), Tier.SSD)
+        return self.ssd
+
     async def lease(self, request: PullRequest) -> StoreLease:
-        """The leading blocks that are here; none for another epoch."""
-        wrong_epoch = request.epoch not in (0, self.epoch)
-        entries = [] if wrong_epoch else self._ram.lease(request.ids)
-        self.totals.leased(len(entries), len(request.ids) - len(entries))
-        short = STOP_MISSING if len(entries) < len(request.ids) else STOP_COMPLETE
-        return StoreLease(self._ram, self.totals, request, entries, STOP_EPOCH if wrong_epoch else short)
+        """The leading blocks that are here; none for another epoch. Stops short when the SSD takes too long."""
+        if request.epoch not in (0, self.epoch):
+            return self._lend(request, [], [], STOP_EPOCH)
+        entries = self._ram.lease(request.ids)
+        num_ram, stop = len(entries), STOP_COMPLETE
+        try:
+            if self.ssd is not None:
+                self.ssd.used(entries)
+                stop = await self.ssd.extend(entries, request)
+        except BaseException:
+            self._ram.release(entries)
+            raise
+        if len(entries) < len(request.ids) and stop == STOP_COMPLETE:
+            stop = STOP_MISSING
+        return self._lend(request, entries[:num_ram], entries[num_ram:], stop)
 
     async def reserve(self, headers: Sequence[bytes], epoch: int) -> StoreReservation:
         """Room for the leading blocks of an offer that hang together and fit; blocks that are here need none."""
         current = epoch in (0, self.epoch)
         offered = self._decode(headers) if current else []
         self.totals.rejected(len(headers) - len(offered), "invalid" if current else "epoch")
+        if self.ssd is not None and offered:
+            await self.ssd.prepare(None if offered[0].header.starts_chain else offered[0].header.parent_id)
         ids = [block.header.block_id for block in offered]
         num_held = next((i for i, block_id in enumerate(ids) if block_id not in self._ram), len(ids))
-        reservation = StoreReservation(self._ram, offered, num_held, self._allocate, self._kept)
+        reservation = StoreReservation(
+            self._ram, offered, num_held, self._allocate, self._kept, created_s=int(self._clock())
+        )
         self.totals.rejected(len(offered) - num_held - len(reservation.buffers), "no parent or no room")
         return reservation
 
-    def _allocate(self, num_bytes: int) -> Slot | None:
-        before = self._ram.statistics().num_bytes
-        slot, gone = self._ram.allocate(num_bytes)
+    async def clear_owner(self, owner: bytes) -> int:
+        """Drop an owner's blocks from both tiers and destroy its key. Returns how many RAM blocks went."""
+        if self.ssd is None:
+            return self._clear_ram(owner)
+        return await self.ssd.tier.clear_owner(owner, lambda: self._clear_ram(owner))
+
+    def _clear_ram(self, owner: bytes) -> int:
+        gone = self._ram.clear_owner(owner)
+        self.totals.evicted(len(gone), sum(entry.slot.num_bytes for entry in gone))
+        below = self.ssd.cleared(gone) if self.ssd is not None else set()
+        self._announcements.remove([entry.block_id for entry in gone if entry.block_id not in below])
+        _log.info("an owner was cleared", ram_blocks=len(gone))
+        return len(gone)
+
+    def _lend(self, request: PullRequest, ram: list[Entry], ssd: list[Entry], stop: str) -> StoreLease:
+        self.totals.leased(len(ram), len(ssd), len(request.ids) - len(ram) - len(ssd))
+        return StoreLease(self._ram, self.totals, request, ram, ssd, stop)
+
+    def _allocate(self, num_bytes: int, owner: bytes) -> Slot | None:
+        slot, gone = self._ram.allocate(num_bytes, owner)
         if gone:
-            self.totals.evicted(len(gone), before - self._ram.statistics().num_bytes)
-            self._announcements.remove(gone)
+            self.totals.evicted(len(gone), sum(entry.slot.num_bytes for entry in gone))
+            below = self.ssd.evicted(gone) if self.ssd is not None else set()
+            self._announcements.remove([entry.block_id for entry in gone if entry.block_id not in below])
+            self._announcements.add([entry.block_id for entry in gone if entry.block_id in below], Tier.SSD)
         return slot
 
     def _kept(self, blocks: Sequence[Offered], faults: Sequence[str]) -> None:
         if blocks:
+            ids = [block.header.block_id for block in blocks]
             self.totals.kept(len(blocks), sum(block.header.payload_bytes for block in blocks))
-            self._announcements.add([block.header.block_id for block in blocks], Tier.RAM)
+            self._announcements.add(ids, Tier.RAM)
+            if self.ssd is not None:
+                self.ssd.spiller.offer(ids)
         for reason in faults:
             self.totals.failed_verification(reason)
             _log.warning("an offered block failed verification", reason=reason)
+
+    def _promoted(self, entries: Sequence[SsdEntry]) -> None:
+        self.totals.held(len(entries), sum(entry.payload_bytes for entry in entries))
+        self._announcements.add([entry.block_id for entry in entries], Tier.RAM)
+
+    def _lost(self, ids: Sequence[BlockId]) -> None:
+        """The SSD no longer has these."""
+        self._announcements.remove([block_id for block_id in ids if block_id not in self._ram])
 
     def _decode(self, headers: Sequence[bytes]) -> list[Offered]:
         offered: list[Offered] = []
@@ -121,12 +180,21 @@ class Store:
 class StoreLease:
     """Blocks lent to one pull; a span under the puller's trace for as long."""
 
-    def __init__(self, ram: RamTier, totals: Totals, request: PullRequest, entries: list[Entry], stop: str) -> None:
+    def __init__(
+        self,
+        ram: RamTier,
+        totals: Totals,
+        request: PullRequest,
+        from_ram: list[Entry],
+        from_ssd: list[Entry],
+        stop: str,
+    ) -> None:
         self.stop = stop
-        self.blocks = [HeldBlock(entry.header, ram.view(entry), "ram") for entry in entries]
+        self.blocks = [HeldBlock(entry.header, ram.view(entry), "ram") for entry in from_ram]
+        self.blocks += [HeldBlock(entry.header, ram.view(entry), "ssd") for entry in from_ssd]
         self._ram = ram
         self._totals = totals
-        self._entries = entries
+        self._entries = from_ram + from_ssd
         self._request = request
         self._started_s = time.monotonic()
         context = propagate.extract({"traceparent": request.traceparent}) if request.traceparent else None
@@ -136,8 +204,9 @@ class StoreLease:
         """As `BlockLease.release`."""
         self._ram.release(self._entries)
         num_bytes = sum(len(block.payload) for block in self.blocks[:num_sent])
+        ssd_bytes = sum(len(block.payload) for block in self.blocks[:num_sent] if block.tier == "ssd")
         duration_s = time.monotonic() - self._started_s
-        self._totals.released(num_bytes, duration_s)
+        self._totals.released(num_bytes - ssd_bytes, ssd_bytes, duration_s)
         asked = len(self._request.ids)
         self._span.set_attributes(
             {"kvmesh.asked_blocks": asked, "kvmesh.sent_blocks": num_sent, "kvmesh.sent_bytes": num_bytes}
@@ -149,6 +218,7 @@ class StoreLease:
                 asked_blocks=asked,
                 sent_blocks=num_sent,
                 sent_bytes=num_bytes,
+                ssd_bytes=ssd_bytes,
                 stop=stop,
                 duration_s=round(duration_s, 6),
             )
@@ -157,8 +227,18 @@ class StoreLease:
 class StoreReservation:
     """Slots for the new blocks of an offer. What they hang on is lent to the reservation, so it stays meanwhile."""
 
-    def __init__(self, ram: RamTier, offered: Sequence[Offered], num_held: int, allocate: Allocate, kept: Kept) -> None:
+    def __init__(
+        self,
+        ram: RamTier,
+        offered: Sequence[Offered],
+        num_held: int,
+        allocate: Allocate,
+        kept: Kept,
+        *,
+        created_s: int,
+    ) -> None:
         self.num_held = num_held
+        self._created_s = created_s
         self._ram = ram
         self._kept = kept
         self._new: list[tuple[Offered, Slot]] = []
@@ -176,8 +256,8 @@ class StoreReservation:
 
     def abandon(self) -> None:
         """As `Reservation.abandon`; also gives back the slots that `commit` did not use."""
-        for _, slot in self._new:
-            self._ram.discard(slot)
+        for block, slot in self._new:
+            self._ram.discard(slot, block.header.owner_digest)
         self._new.clear()
         if self._anchor is not None:
             self._ram.release([self._anchor])
@@ -194,7 +274,10 @@ class StoreReservation:
         parent_id = self._anchor.block_id if self._anchor is not None else None
         for block in offered:
             expected = None if block.header.starts_chain else block.header.parent_id
-            if expected != parent_id or (slot := allocate(block.header.payload_bytes)) is None:
+            if (
+                expected != parent_id
+                or (slot := allocate(block.header.payload_bytes, block.header.owner_digest)) is None
+            ):
                 return
             self._new.append((block, slot))
             parent_id = block.header.block_id
@@ -216,8 +299,14 @@ class StoreReservation:
             header = block.header
             if fault:
                 break
+            parent_id = None if header.starts_chain else header.parent_id
             if self._ram.insert(
-                header.block_id, None if header.starts_chain else header.parent_id, slot, block.encoded
+                header.block_id,
+                parent_id,
+                slot,
+                block.encoded,
+                owner=header.owner_digest,
+                created_s=self._created_s,
             ):
                 added.append(block)
                 self._new.remove((block, slot))

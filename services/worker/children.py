@@ -51,7 +51,7 @@ class SharedParts:
     """Pool and engine-mover socket, made before the children and inherited by them."""
 
     def __init__(self) -> None:
-        self.pool_fd = os.memfd_create("kvmesh-pool", os.MFD_CLOEXEC)
+        self.pool_fd = os.memfd_create("kvmesh-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.engine_end, self.mover_end = socket.socketpair()
 
     def close(self) -> None:

@@ -305,6 +305,7 @@ class MoverCounters(Message, frozen=True):
     pushed_blocks: int
     dropped_pushes: int
     served_blocks: int
+    bytes_by_transport: dict[str, int] = {}
 
 
 FromFrontToEngine = Configure | Submit | Abort | DrainEngine | PushTarget

@@ -40,6 +40,11 @@ class WorkerMetrics:
             _meter.create_observable_counter(name, callbacks=[self._load_gauge(read_total)])
         for name, read_mover in _MOVER_TOTALS.items():
             _meter.create_observable_counter(name, callbacks=[self._mover_total(read_mover)])
+        _meter.create_observable_counter(
+            "kvmesh_mover_transport_bytes",
+            callbacks=[lambda _: [Observation(n, {"transport": t}) for t, n in self.mover.bytes_by_transport.items()]],
+            description="Payload pulled, by transport.",
+        )
 
     def finished(self, usage: RequestUsage) -> None:
         """A request has run to its end."""

@@ -114,3 +114,11 @@ def test_redis_of_the_environment_and_of_the_file(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("KVMESH_REDIS_URL")
     with pytest.raises(ConfigurationError, match="configuration file"):
         configured_redis_url()
+
+
+def test_each_kvstore_has_an_ssd_directory_of_its_own() -> None:
+    assert not any("--ssd-bytes" in spec.command for spec in made().processes)
+    nodes = [spec for spec in made(kvstores=2, kvstore_ssd_mb=64).processes if spec.kind == "kvstore"]
+    paths = [node.command[node.command.index("--ssd-path") + 1] for node in nodes]
+    assert paths == ["/state/ssd/kvstore-0", "/state/ssd/kvstore-1"]
+    assert all(node.command[node.command.index("--ssd-bytes") + 1] == str(64 * 2**20) for node in nodes)

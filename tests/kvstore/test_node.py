@@ -19,7 +19,7 @@ from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
 from services.common.transfer.protocol import STOP_EPOCH, PullResult, PushRequest, PushResult, Transport
 from tests.common.transfer.blocks import SECRET, chain, header, payload
-from tests.common.transfer.conftest import transport, transport_name
+from tests.common.transfer.conftest import shown, transport, transport_name
 from tests.common.transfer.test_transports import BLOCK_BYTES, Pulled, pull
 from tests.kvstore.conftest import KvStoreProcess, StartKvStore
 from tests.support.processor_time import idle_share
@@ -39,7 +39,7 @@ async def push(
     headers = [header(ids, i, bytes(block)) for i, block in enumerate(data)]
     if spoil is not None:
         data[spoil][100] ^= 4
-    request = PushRequest(headers[first:], [memoryview(block) for block in data[first:]], 0, 10.0, _TRACEPARENT)
+    request = PushRequest(headers[first:], shown(data[first:]), 0, 10.0, _TRACEPARENT)
     return await client.push(node.peer, request)
 
 

@@ -19,7 +19,8 @@ def _id(number: int) -> BlockId:
 
 
 def _put(tier: RamTier, number: int, parent: int | None) -> tuple[bool, list[BlockId]]:
-    slot, gone = tier.allocate(_SLOT)
+    slot, victims = tier.allocate(_SLOT)
+    gone = [entry.block_id for entry in victims]
     if slot is None:
         return False, gone
     kept = tier.insert(_id(number), None if parent is None else _id(parent), slot, b"header %d" % number)
@@ -151,4 +152,4 @@ def test_nothing_that_is_lent_goes() -> None:
     tier.release(entries[3])
     slot, gone = tier.allocate(_SLOT)
     assert slot is not None
-    assert gone == [_id(3)]
+    assert [entry.block_id for entry in gone] == [_id(3)]

@@ -47,6 +47,8 @@ class StatsResponse(_message.Message):
     REJECTED_BLOCKS_FIELD_NUMBER: _builtins.int
     VERIFICATION_FAILURES_FIELD_NUMBER: _builtins.int
     OPEN_LEASES_FIELD_NUMBER: _builtins.int
+    SSD_HIT_BLOCKS_FIELD_NUMBER: _builtins.int
+    SSD_FIELD_NUMBER: _builtins.int
     kvstore_id: _builtins.str
     epoch: _builtins.int
     ram_blocks: _builtins.int
@@ -59,6 +61,11 @@ class StatsResponse(_message.Message):
     rejected_blocks: _builtins.int
     verification_failures: _builtins.int
     open_leases: _builtins.int
+    ssd_hit_blocks: _builtins.int
+    @_builtins.property
+    def ssd(self) -> Global___SsdStats:
+        """Absent where the node has no SSD tier."""
+
     def __init__(
         self,
         *,
@@ -74,11 +81,112 @@ class StatsResponse(_message.Message):
         rejected_blocks: _builtins.int = ...,
         verification_failures: _builtins.int = ...,
         open_leases: _builtins.int = ...,
+        ssd_hit_blocks: _builtins.int = ...,
+        ssd: Global___SsdStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ssd", b"ssd"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evicted_blocks", b"evicted_blocks", "hit_blocks", b"hit_blocks", "kvstore_id", b"kvstore_id", "miss_blocks", b"miss_blocks", "open_leases", b"open_leases", "pushed_blocks", b"pushed_blocks", "ram_blocks", b"ram_blocks", "ram_bytes", b"ram_bytes", "ram_capacity_bytes", b"ram_capacity_bytes", "rejected_blocks", b"rejected_blocks", "verification_failures", b"verification_failures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evicted_blocks", b"evicted_blocks", "hit_blocks", b"hit_blocks", "kvstore_id", b"kvstore_id", "miss_blocks", b"miss_blocks", "open_leases", b"open_leases", "pushed_blocks", b"pushed_blocks", "ram_blocks", b"ram_blocks", "ram_bytes", b"ram_bytes", "ram_capacity_bytes", b"ram_capacity_bytes", "rejected_blocks", b"rejected_blocks", "ssd", b"ssd", "ssd_hit_blocks", b"ssd_hit_blocks", "verification_failures", b"verification_failures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class SsdStats(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    SPILLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    READ_BLOCKS_FIELD_NUMBER: _builtins.int
+    DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    COPIED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RECLAIMED_BLOCKS_FIELD_NUMBER: _builtins.int
+    VERIFICATION_FAILURES_FIELD_NUMBER: _builtins.int
+    QUEUED_BLOCKS_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """"on", or why it was switched off."""
+    blocks: _builtins.int
+    payload_bytes: _builtins.int
+    used_bytes: _builtins.int
+    capacity_bytes: _builtins.int
+    segments: _builtins.int
+    owners: _builtins.int
+    spilled_blocks: _builtins.int
+    read_blocks: _builtins.int
+    dropped_blocks: _builtins.int
+    """Left RAM before they were written."""
+    copied_blocks: _builtins.int
+    reclaimed_blocks: _builtins.int
+    verification_failures: _builtins.int
+    queued_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        capacity_bytes: _builtins.int = ...,
+        segments: _builtins.int = ...,
+        owners: _builtins.int = ...,
+        spilled_blocks: _builtins.int = ...,
+        read_blocks: _builtins.int = ...,
+        dropped_blocks: _builtins.int = ...,
+        copied_blocks: _builtins.int = ...,
+        reclaimed_blocks: _builtins.int = ...,
+        verification_failures: _builtins.int = ...,
+        queued_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "copied_blocks", b"copied_blocks", "dropped_blocks", b"dropped_blocks", "owners", b"owners", "payload_bytes", b"payload_bytes", "queued_blocks", b"queued_blocks", "read_blocks", b"read_blocks", "reclaimed_blocks", b"reclaimed_blocks", "segments", b"segments", "spilled_blocks", b"spilled_blocks", "state", b"state", "used_bytes", b"used_bytes", "verification_failures", b"verification_failures"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SsdStats: _TypeAlias = SsdStats  # noqa: Y015
+
+@_typing.final
+class ClearRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_DIGEST_FIELD_NUMBER: _builtins.int
+    owner_digest: _builtins.bytes
+    """16 bytes, as block headers carry it."""
+    def __init__(
+        self,
+        *,
+        owner_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner_digest", b"owner_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearRequest: _TypeAlias = ClearRequest  # noqa: Y015
+
+@_typing.final
+class ClearResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RAM_BLOCKS_FIELD_NUMBER: _builtins.int
+    ram_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        ram_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ram_blocks", b"ram_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearResponse: _TypeAlias = ClearResponse  # noqa: Y015

@@ -39,6 +39,11 @@ class KvStoreStub:
                 request_serializer=kvmesh_dot_v1_dot_kvstore__pb2.StatsRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.Clear = channel.unary_unary(
+                '/kvmesh.v1.KvStore/Clear',
+                request_serializer=kvmesh_dot_v1_dot_kvstore__pb2.ClearRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.ClearResponse.FromString,
+                _registered_method=True)
 
 
 class KvStoreServicer:
@@ -50,6 +55,13 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Clear(self, request, context):
+        """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +69,11 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.StatsRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_kvstore__pb2.StatsResponse.SerializeToString,
+            ),
+            'Clear': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clear,
+                    request_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.ClearRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_kvstore__pb2.ClearResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +103,33 @@ class KvStore:
             '/kvmesh.v1.KvStore/Stats',
             kvmesh_dot_v1_dot_kvstore__pb2.StatsRequest.SerializeToString,
             kvmesh_dot_v1_dot_kvstore__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Clear(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.KvStore/Clear',
+            kvmesh_dot_v1_dot_kvstore__pb2.ClearRequest.SerializeToString,
+            kvmesh_dot_v1_dot_kvstore__pb2.ClearResponse.FromString,
             options,
             channel_credentials,
             insecure,

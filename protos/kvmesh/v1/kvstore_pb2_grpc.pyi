@@ -32,11 +32,15 @@ class KvStoreStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvStoreAsyncStub: ...
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
+    Clear: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]
+    """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under."""
 
 @_typing.type_check_only
 class KvStoreAsyncStub(KvStoreStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
+    Clear: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]  # type: ignore[assignment]
+    """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under."""
 
 class KvStoreServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -45,5 +49,13 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.StatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.StatsResponse, _abc.Awaitable[_kvstore_pb2.StatsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Clear(
+        self,
+        request: _kvstore_pb2.ClearRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.ClearResponse, _abc.Awaitable[_kvstore_pb2.ClearResponse]]:
+        """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under."""
 
 def add_KvStoreServicer_to_server(servicer: KvStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

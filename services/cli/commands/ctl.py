@@ -58,7 +58,7 @@ def models(
     rows: list[dict[str, object]] = [
         {"model": name, "replicas": count, "ready_replicas": ready[name]} for name, count in sorted(replicas.items())
     ]
-    _show_rows(rows, as_json)
+    show_rows(rows, as_json)
 
 
 @ctl.command()
@@ -67,18 +67,13 @@ def index(
 ) -> None:
     """Size of the location index and whether Redis is reached."""
     answer = _describe(router, secret_file, state)
-    _show_rows([{"indexed_blocks": answer.indexed_blocks, "redis_connected": answer.redis_connected}], as_json)
+    show_rows([{"indexed_blocks": answer.indexed_blocks, "redis_connected": answer.redis_connected}], as_json)
 
 
 def _describe(router: str, secret_file: Path | None, state: Path | None) -> router_pb2.DescribeResponse:
     """The first router that answers."""
-    directory = state_dir(state)
-    addresses = [router] if router else _local_routers(state)
-    path = secret_file or directory.secret_file
-    try:
-        secret = MeshSecret(path.read_text().strip())
-    except OSError as error:
-        raise CliError(f"mesh secret {path}: {error.strerror}") from None
+    addresses = [router] if router else local_addresses("router", state)
+    secret = mesh_secret(secret_file, state)
     reason = ""
     for address in addresses:
         try:
@@ -88,9 +83,19 @@ def _describe(router: str, secret_file: Path | None, state: Path | None) -> rout
     raise CliError(reason or "the mesh has no router")
 
 
-def _local_routers(state: Path | None) -> list[str]:
+def mesh_secret(secret_file: Path | None, state: Path | None) -> MeshSecret:
+    """The secret of the mesh that is asked. Raises CliError."""
+    path = secret_file or state_dir(state).secret_file
+    try:
+        return MeshSecret(path.read_text().strip())
+    except OSError as error:
+        raise CliError(f"mesh secret {path}: {error.strerror}") from None
+
+
+def local_addresses(kind: str, state: Path | None) -> list[str]:
+    """Addresses of the local mesh's processes of one kind."""
     processes = state_dir(state).snapshot()["processes"]
-    return [str(one["address"]) for one in processes if one["kind"] == "router"]
+    return [str(one["address"]) for one in processes if one["kind"] == kind]
 
 
 async def _ask(address: str, secret: MeshSecret) -> router_pb2.DescribeResponse:
@@ -100,16 +105,18 @@ async def _ask(address: str, secret: MeshSecret) -> router_pb2.DescribeResponse:
 
 
 def _show(messages: Iterable[Message], as_json: bool) -> None:
-    _show_rows([_row(message) for message in messages], as_json)
+    show_rows([row(message) for message in messages], as_json)
 
 
-def _row(message: Message) -> dict[str, object]:
+def row(message: Message) -> dict[str, object]:
+    """Every field of a message."""
     return dict(
         json_format.MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     )
 
 
-def _show_rows(rows: list[dict[str, object]], as_json: bool) -> None:
+def show_rows(rows: list[dict[str, object]], as_json: bool) -> None:
+    """A table, or JSON."""
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return

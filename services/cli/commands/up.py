@@ -37,6 +37,9 @@ def up(
     ] = None,
     kv_cache_mb: Annotated[int | None, typer.Option(help="KV cache of a worker, MiB. (default: 1024)")] = None,
     kvstore_mb: Annotated[int | None, typer.Option(help="Memory of a kvstore node, MiB. (default: 1024)")] = None,
+    kvstore_ssd_mb: Annotated[
+        int | None, typer.Option(help="SSD of a kvstore node below the state directory, MiB. (default: none)")
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -69,6 +72,7 @@ def up(
         threads=threads,
         kv_cache_mb=kv_cache_mb,
         kvstore_mb=kvstore_mb,
+        kvstore_ssd_mb=kvstore_ssd_mb,
         policy=policy,
         http_host=http_host,
         http_port=http_port,

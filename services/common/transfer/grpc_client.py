@@ -78,7 +78,7 @@ class GrpcTransport:
                 buffers[count][:] = chunk.payload
                 on_block(count, chunk.header, chunk.tier)
                 count += 1
-            return PullResult(count, _stop_of(await call.trailing_metadata(), count < len(buffers)))
+            return PullResult(count, _stop_of(await call.trailing_metadata(), count < len(buffers)), self.name)
 
     async def push(self, peer: PeerAddress, request: PushRequest) -> PushResult:
         """As `Transport.push`."""
@@ -92,7 +92,7 @@ class GrpcTransport:
             answer = await transfer_pb2_grpc.BlockTransferStub(channel).Push(
                 chunks(), metadata=metadata, timeout=request.deadline_s
             )
-            return PushResult(answer.accepted_blocks, len(request.headers) - answer.accepted_blocks)
+            return PushResult(answer.accepted_blocks, len(request.headers) - answer.accepted_blocks, self.name)
 
     async def close(self) -> None:
         """Close every channel."""

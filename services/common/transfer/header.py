@@ -138,27 +138,56 @@ def decode_header(data: bytes) -> BlockHeader:
         raise BlockInvalid("version" if magic == _MAGIC and version != HEADER_VERSION else "header")
     if xxh3_64_intdigest(data[: -_DIGEST.size]) != _DIGEST.unpack_from(data, len(data) - _DIGEST.size)[0]:
         raise BlockInvalid("header")
+    common = _decode_common(data)
+    checksums = struct.unpack_from(f"<{common.num_checksums}Q", data, common.end)
+    return BlockHeader(
+        BlockId(block_id),
+        BlockId(parent_id),
+        common.model_digest,
+        owner,
+        layout_version,
+        common.kv_dtype,
+        common.segments,
+        checksums,
+        bool(flags & _STARTS_CHAIN),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """The part of a header that all blocks of a format share; `end` is where the checksums begin."""
+
+    encoded: bytes
+    model_digest: bytes
+    kv_dtype: str
+    segments: tuple[Segment, ...]
+    num_checksums: int
+    end: int
+
+
+# Of the last header of each length: blocks come by the thousand from a few formats.
+_known: dict[int, _Common] = {}
+_MAX_KNOWN = 64
+
+
+def _decode_common(data: bytes) -> _Common:
+    known = _known.get(len(data))
+    if known is not None and data.startswith(known.encoded, _FIXED.size):
+        return known
     reader = _Reader(data, _FIXED.size)
     try:
         model_digest, kv_dtype = reader.short(), reader.short().decode()
         num_segments, num_checksums = reader.unpack(_COUNTS)
         segments = tuple(reader.segments(num_segments))
-        checksums = reader.unpack(struct.Struct(f"<{num_checksums}Q"))
     except (struct.error, IndexError, UnicodeDecodeError):
         raise BlockInvalid("header") from None
-    if reader.position != len(data) - _DIGEST.size or not num_checksums:
+    if reader.position + num_checksums * _DIGEST.size != len(data) - _DIGEST.size or not num_checksums:
         raise BlockInvalid("header")
-    return BlockHeader(
-        BlockId(block_id),
-        BlockId(parent_id),
-        model_digest,
-        owner,
-        layout_version,
-        kv_dtype,
-        segments,
-        checksums,
-        bool(flags & _STARTS_CHAIN),
-    )
+    encoded = bytes(data[_FIXED.size : reader.position])
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    found = _known[len(data)] = _Common(encoded, model_digest, kv_dtype, segments, num_checksums, reader.position)
+    return found
 
 
 def verify_payload(header: BlockHeader, payload: memoryview) -> None:

@@ -8,7 +8,7 @@ And a peer that is dead or silent is an error within a second.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.common.blocks import BlockId
@@ -28,6 +28,8 @@ STOP_GRACE_S = 0.5
 # Why an answer stopped short.
 STOP_COMPLETE, STOP_MISSING, STOP_EPOCH = "", "missing", "epoch"
 STOP_OVERLOAD, STOP_DEADLINE, STOP_CANCELLED = "overload", "deadline", "cancelled"
+# The next block is here, but not where this transport could fetch it; another one may.
+STOP_ELSEWHERE = "elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,11 @@ class PullRequest:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """How a pull ended: the first `num_blocks` arrived; `stop` says why the rest did not."""
+    """How a pull ended: the first `num_blocks` arrived over `transport`; `stop` says why the rest did not."""
 
     num_blocks: int
     stop: str
+    transport: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class PushResult:
 
     accepted: int
     rejected: int
+    transport: str = field(default="", compare=False)
 
 
 # Called for each block in order, once its bytes are in its buffer: index, encoded header, tier.

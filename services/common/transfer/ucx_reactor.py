@@ -1,10 +1,10 @@
-"""UCX inside an asyncio loop: one worker, progressed when its file descriptor is ready, requests as futures.
+"""UCX inside an asyncio loop: one worker, progressed when its file descriptor is ready, completions as plain calls.
 
 The only module that imports ucxx. It does not use ucxx's own asyncio layer, whose waits spin: here the worker is
-armed whenever nothing moves, so an idle process sleeps. `spin_s` keeps progressing for that long after the last
-movement, which halves the latency of a single block on idle cores and costs up to ten times on busy ones; 0 is off.
+armed whenever nothing moves, so an idle process sleeps. One step progresses, calls back and takes what the callbacks
+posted until nothing moves any more, so a control message and the receives it leads to cost one turn of the loop.
 
-A posted buffer belongs to UCX until its future is done, whoever has given up on it meanwhile. Closing an endpoint
+A posted buffer belongs to UCX until its callback is called, whoever has given up on it meanwhile. Closing an endpoint
 here is the forced kind, which ends all its requests at once; an orderly close would wait for a silent peer and
 let it write into buffers afterwards (both were tried). Active messages are not used: ucxx files unread ones under
 the endpoint's handle, which UCX gives to a later connection, so that one would read another's messages (seen).
@@ -35,8 +35,11 @@ _IDLE_TICK_S = 0.2
 _BUSY_TICK_S = 0.005
 _BUSY_S = 0.5
 _TAG_BITS = 64
+# Rounds of progress in one turn of the loop; others wait for so long at most.
+_MAX_ROUNDS = 16
 
-Completed = asyncio.Future[None]
+# Called from the loop when UCX is done with a buffer: None, or why it failed.
+OnDone = Callable[[PeerLost | None], None]
 
 
 def apply_tuning() -> None:
@@ -71,21 +74,21 @@ class UcxEndpoint:
         if self.closed:
             self._reactor.loop.call_soon(callback)
 
-    def stream_send(self, buffer: bytes) -> Completed:
-        """Send bytes that only this connection's other end can receive."""
-        return self._post("stream_send", buffer)
+    async def stream_send(self, buffer: bytes) -> None:
+        """Send bytes that only this connection's other end can receive. Cancelled, it goes on by itself."""
+        await self._wait_for("stream_send", buffer)
 
-    def stream_recv(self, buffer: bytearray) -> Completed:
+    async def stream_recv(self, buffer: bytearray) -> None:
         """Receive as many bytes as the buffer has, which must be one `stream_send` of the other end."""
-        return self._post("stream_recv", buffer)
+        await self._wait_for("stream_recv", buffer)
 
-    def tag_send(self, buffer: bytes | memoryview, tag: int) -> Completed:
-        """Send `buffer`; it must not change until the future is done."""
-        return self._post("tag_send", buffer, self._reactor.tag(tag))
+    def tag_send(self, buffer: bytes | memoryview, tag: int, on_done: OnDone) -> None:
+        """Send `buffer`; it must not change until `on_done` is called."""
+        self._post(on_done, "tag_send", buffer, self._reactor.tag(tag))
 
-    def tag_recv(self, buffer: bytearray | memoryview, tag: int) -> Completed:
-        """Receive into `buffer`, which is UCX's until the future is done."""
-        return self._post("tag_recv", buffer, self._reactor.tag(tag))
+    def tag_recv(self, buffer: bytearray | memoryview, tag: int, on_done: OnDone) -> None:
+        """Receive into `buffer`, which is UCX's until `on_done` is called."""
+        self._post(on_done, "tag_recv", buffer, self._reactor.tag(tag))
 
     def close(self) -> None:
         """Close at once: requests of this endpoint end, and its peer's writes reach nobody."""
@@ -97,11 +100,23 @@ class UcxEndpoint:
         raw.remove_close_callback()
         self._reactor.wake()
 
-    def _post(self, operation: str, buffer: bytes | bytearray | memoryview, *tag: object) -> Completed:
+    def _post(self, on_done: OnDone, operation: str, buffer: bytes | bytearray | memoryview, *tag: object) -> None:
         if self.closed:
-            return self._reactor.lost()
+            self._reactor.loop.call_soon(on_done, PeerLost("connection closed"))
+            return
         array = self._reactor.array(buffer)
-        return self._reactor.watch(getattr(self._raw, operation)(array, *tag), (array, buffer))
+        self._reactor.watch(getattr(self._raw, operation)(array, *tag), on_done, (array, buffer))
+
+    async def _wait_for(self, operation: str, buffer: bytes | bytearray) -> None:
+        waiting: asyncio.Future[PeerLost | None] = self._reactor.loop.create_future()
+
+        def done(error: PeerLost | None) -> None:
+            if not waiting.done():
+                waiting.set_result(error)
+
+        self._post(done, operation, buffer)
+        if (error := await waiting) is not None:
+            raise error
 
     def _peer_closed(self, *_: object) -> None:
         # UCX calls this in the middle of its progress: only note it there.
@@ -126,7 +141,7 @@ class UcxReactor:
         self._context = self._api.UCXContext()
         self._worker = self._api.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self._worker.init_blocking_progress_mode()
-        self._pending: list[tuple[Any, Completed, object]] = []
+        self._pending: list[tuple[Any, OnDone, object]] = []
         self._spin_s = spin_s
         self._spin_until_s = 0.0
         self._scheduled = False
@@ -134,7 +149,7 @@ class UcxReactor:
         self._busy_until_s = 0.0
         self._tick: asyncio.TimerHandle | None = None
         self._fd: int = self._worker.epoll_file_descriptor
-        self.loop.add_reader(self._fd, self.wake)
+        self.loop.add_reader(self._fd, self._step)
         self._schedule_tick()
         self.wake()
 
@@ -177,27 +192,18 @@ class UcxReactor:
         """UCX's tag of 64 bits."""
         return self._tag_type(value & ((1 << _TAG_BITS) - 1))
 
-    def lost(self) -> Completed:
-        """A future of an operation on a closed endpoint."""
-        future: Completed = self.loop.create_future()
-        future.set_exception(PeerLost("connection closed"))
-        future.exception()
-        return future
-
-    def watch(self, request: Any, keep: object) -> Completed:
-        """A future of `request`; it and `keep` stay alive until UCX is done with them."""
-        future: Completed = self.loop.create_future()
-        self._pending.append((request, future, keep))
+    def watch(self, request: Any, on_done: OnDone, keep: object) -> None:
+        """Have `on_done` called when UCX is done; request and `keep` stay alive until then."""
+        self._pending.append((request, on_done, keep))
         now_s = time.perf_counter()
         self._spin_until_s = now_s + self._spin_s
         if now_s > self._busy_until_s:
             self._schedule_tick(_BUSY_TICK_S)
         self._busy_until_s = now_s + _BUSY_S
         self.wake()
-        return future
 
     def wake(self) -> None:
-        """Progress at the loop's next turn."""
+        """Progress at the loop's next turn, or further in this one's step."""
         if not self._scheduled:
             self._scheduled = True
             self.loop.call_soon(self._step)
@@ -221,35 +227,41 @@ class UcxReactor:
         self._schedule_tick(_BUSY_TICK_S if time.perf_counter() < self._busy_until_s else _IDLE_TICK_S)
 
     def _step(self) -> None:
-        self._scheduled = False
-        self._worker.progress()
-        moved = self._complete()
-        now_s = time.perf_counter()
-        if moved:
-            self._spin_until_s = now_s + self._spin_s
-        if moved or now_s < self._spin_until_s or not self._worker.arm():
-            self.wake()
+        self._scheduled = True
+        moved = False
+        for _ in range(_MAX_ROUNDS):
+            self._worker.progress()
+            if self._complete():
+                moved = True
+            elif self._worker.arm():
+                self._scheduled = False
+                if moved:
+                    self._spin_until_s = time.perf_counter() + self._spin_s
+                break
+        if self._scheduled or (self._spin_s and time.perf_counter() < self._spin_until_s):
+            self._scheduled = True
+            self.loop.call_soon(self._step)
 
     def _complete(self) -> bool:
+        """Call back for what UCX has completed, in the order of posting; callbacks may post and close."""
         waiting, self._pending = self._pending, []
-        moved = False
-        for entry in waiting:
-            request, future, _ = entry
-            if not request.completed:
-                self._pending.append(entry)
-                continue
-            moved = True
-            self._resolve(request, future)
-        return moved
+        done = [entry for entry in waiting if entry[0].completed]
+        if not done:
+            self._pending = waiting
+            return False
+        left = [entry for entry in waiting if not entry[0].completed]
+        self._pending = left
+        for request, on_done, _ in done:
+            try:
+                on_done(self._error_of(request))
+            except Exception as error:
+                # As in any callback of the loop: the others still get theirs.
+                self.loop.call_exception_handler({"message": "a completion failed", "exception": error})
+        return True
 
-    def _resolve(self, request: Any, future: Completed) -> None:
-        if future.done():
-            return
+    def _error_of(self, request: Any) -> PeerLost | None:
         try:
             request.check_error()
         except self._api.UCXError as error:
-            future.set_exception(PeerLost(str(error)))
-            # Whoever waits sees it; nobody has to.
-            future.exception()
-        else:
-            future.set_result(None)
+            return PeerLost(str(error))
+        return None

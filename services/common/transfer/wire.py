@@ -1,15 +1,17 @@
-"""Control messages of the UCX transport, and the proofs of its handshake.
+"""Control messages of the UCX and the shared-memory transport, and the proofs of their handshake.
 
-A connection begins Hello ▸ Challenge ▸ Proof ▸ Welcome in stream messages of FRAME_BYTES, which UCX delivers by
-connection: both sides prove the mesh secret over both nonces. From then on everything travels by tag, control
-messages under one tag for each direction and payloads under a tag each. Tags are derived from secret and nonces, so
-that only the two ends of a connection can name the buffers posted for it. Messages are msgpack behind their length.
+A connection begins Hello ▸ Challenge ▸ Proof ▸ Welcome: both sides prove the mesh secret over both nonces. Over UCX
+these are stream messages of FRAME_BYTES, which it delivers by connection; from then on everything travels by tag,
+control messages under one tag for each direction and payloads under a tag each. Tags are derived from secret and
+nonces, so that only the two ends of a connection can name the buffers posted for it. Over shared memory, messages
+say where payloads lie, and the reader says when it has taken them. Messages are msgpack behind their length.
 """
 
 from __future__ import annotations
 
 import hmac
 import struct
+from collections.abc import Iterator
 from hashlib import sha256
 
 import msgspec
@@ -21,6 +23,9 @@ FRAME_BYTES = 192
 MAX_CONTROL_BYTES = 128 * 1024
 _LENGTH = struct.Struct("<I")
 _TAG_COUNTER_BITS = 24
+
+# Region, offset and size of a payload in memory that the sender shows.
+Place = tuple[int, int, int]
 
 
 class Control(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -123,6 +128,45 @@ class PushEnd(Control, frozen=True):
     accepted: int
 
 
+class Regions(Control, frozen=True):
+    """Descriptors of this many regions come with the message."""
+
+    count: int
+
+
+class Lent(Control, frozen=True):
+    """The next blocks of a pull over shared memory, `first` on, and where they lie; `stop` as in Blocks.
+
+    They stay unchanged until they are taken, or `lease_s` after the pull was sent.
+    """
+
+    op: int
+    first: int
+    headers: list[bytes]
+    tiers: list[str]
+    places: list[Place]
+    lease_s: float
+    stop: str | None = None
+
+
+class Taken(Control, frozen=True):
+    """The first `num_blocks` of a pull have been copied out."""
+
+    op: int
+    num_blocks: int
+
+
+class ShownOffer(Control, frozen=True):
+    """A push over shared memory: headers, and where the payloads lie until PushEnd."""
+
+    op: int
+    headers: list[bytes]
+    places: list[Place]
+    epoch: int
+    deadline_s: float
+    traceparent: str
+
+
 class Ping(Control, frozen=True):
     """Are you there?"""
 
@@ -131,9 +175,9 @@ class Pong(Control, frozen=True):
     """Yes."""
 
 
-ToServer = Pull | Cancel | Offer
-ToClient = Blocks | PullEnd | Accept | PushEnd
-AnyControl = ToServer | ToClient | Hello | Challenge | Proof | Welcome | Refused | Ping | Pong
+ToServer = Pull | Cancel | Offer | ShownOffer | Taken
+ToClient = Blocks | Lent | PullEnd | Accept | PushEnd
+AnyControl = ToServer | ToClient | Hello | Challenge | Proof | Welcome | Refused | Regions | Ping | Pong
 
 _decoder: msgspec.msgpack.Decoder[AnyControl] = msgspec.msgpack.Decoder(AnyControl)
 
@@ -146,13 +190,23 @@ def encode(message: Control) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def decode(data: bytes | bytearray) -> AnyControl:
+def decode(data: bytes | bytearray | memoryview) -> AnyControl:
     """The message at the start of `data`. Raises ProtocolViolation."""
-    (length,) = _LENGTH.unpack_from(data)
     try:
+        (length,) = _LENGTH.unpack_from(data)
         return _decoder.decode(memoryview(data)[_LENGTH.size : _LENGTH.size + length])
-    except msgspec.DecodeError:
+    except (struct.error, msgspec.DecodeError):
         raise ProtocolViolation("not a control message") from None
+
+
+def split(data: memoryview) -> Iterator[memoryview]:
+    """The messages that lie one after the other in `data`. Raises ProtocolViolation."""
+    while data:
+        if len(data) < _LENGTH.size:
+            raise ProtocolViolation("not a control message")
+        size = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        yield data[:size]
+        data = data[size:]
 
 
 def proof(key: bytes, role: bytes, version: int, hello_nonce: bytes, challenge_nonce: bytes) -> bytes:

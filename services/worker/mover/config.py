@@ -18,7 +18,7 @@ class MoverSettings(ServiceSettings):
 
     service: ClassVar[str] = "mover"
 
-    transport: TransportMode = Field("auto", description="auto: UCX where it can be imported, else gRPC.")
+    transport: TransportMode = Field("auto", description="auto: shared memory on one host, else UCX, else gRPC.")
     max_lease_s: float = Field(10.0, gt=0, description="Longest time that a remote pull may hold blocks.")
     push_timeout_s: float = Field(5.0, gt=0, description="Deadline of a push.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.worker.messages import MoverCounters
 
@@ -18,6 +18,11 @@ class Counters:
     pushed_blocks: int = 0
     dropped_pushes: int = 0
     served_blocks: int = 0
+    bytes_by_transport: dict[str, int] = field(default_factory=dict)
+
+    def pulled_over(self, transport: str, num_bytes: int) -> None:
+        """A run of a pull has come over `transport`."""
+        self.bytes_by_transport[transport] = self.bytes_by_transport.get(transport, 0) + num_bytes
 
     def message(self) -> MoverCounters:
         """As the front gets them."""
@@ -29,4 +34,5 @@ class Counters:
             self.pushed_blocks,
             self.dropped_pushes,
             self.served_blocks,
+            dict(self.bytes_by_transport),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ class _Progress:
     has_begun: bool = False
     is_cancelled: bool = False
     tiers: list[str] = field(default_factory=list)
+    transports: set[str] = field(default_factory=set)
     error: str = ""
 
 
@@ -122,6 +124,8 @@ class Puller:
                 )
             finally:
                 await received.verify_rest()
+            progress.transports.add(result.transport)
+            self._counters.pulled_over(result.transport, result.num_blocks * self._pool.block_bytes)
             if len(progress.tiers) < end:
                 progress.error = received.fault or result.stop
                 return
@@ -144,6 +148,7 @@ class Puller:
             asked_blocks=asked,
             pulled_blocks=count,
             holders=[run.location_id for run in message.runs],
+            transport=",".join(sorted(progress.transports)),
             error=progress.error,
             duration_s=round(duration_s, 6),
         )
@@ -167,24 +172,32 @@ class _Received:
         self._run = run
         self._format = block_format
         self._progress = progress
-        self._later: list[tuple[int, bytes, str]] = []
+        self._later: deque[tuple[int, bytes, str]] = deque()
+        self._thread: asyncio.Future[None] | None = None
 
     def on_block(self, index: int, header: bytes, tier: str) -> None:
         """A block has arrived."""
         if self._format.block_bytes > INLINE_BYTES:
             self._later.append((index, header, tier))
+            self._verify_in_thread()
         else:
             self._verify(index, header, tier)
 
     async def verify_rest(self) -> None:
-        """Verify, off the loop, blocks too large for it."""
-        later, self._later = self._later, []
-        if later:
-            await asyncio.to_thread(self._verify_all, later)
+        """Wait for blocks that are verified off the loop."""
+        while self._later or (self._thread is not None and not self._thread.done()):
+            self._verify_in_thread()
+            if self._thread is not None:
+                await asyncio.wait((self._thread,))
 
-    def _verify_all(self, blocks: list[tuple[int, bytes, str]]) -> None:
-        for index, header, tier in blocks:
-            self._verify(index, header, tier)
+    def _verify_in_thread(self) -> None:
+        """Verify what has come while more is coming; one thread at a time, in order."""
+        if self._thread is None or self._thread.done():
+            self._thread = asyncio.get_running_loop().run_in_executor(None, self._verify_all)
+
+    def _verify_all(self) -> None:
+        while self._later:
+            self._verify(*self._later.popleft())
 
     def _verify(self, index: int, header: bytes, tier: str) -> None:
         if self.fault:

@@ -46,11 +46,19 @@ async def run_mover(config: MoverConfig, settings: MoverSettings, secret: MeshSe
     front: AsyncLink[PushTarget] = await AsyncLink.open(socket.socket(fileno=config.front_fd), PushTarget)
     source = PinnedSource(pool, block_format, config.epoch, counters, engine.send)
     mode = config.transport or settings.transport
-    endpoint = TransferEndpoint(mode, secret, source, RefusingSink(), max_operation_s=settings.max_lease_s)
+    endpoint = TransferEndpoint(
+        mode,
+        secret,
+        source,
+        RefusingSink(),
+        max_operation_s=settings.max_lease_s,
+        regions=[pool.region] if pool.region else [],
+    )
     server = MeshServer(f"{config.listen_host}:0", secret=secret)
     endpoint.attach(server)
     pull_address = endpoint.listen(f"{config.listen_host}:0", config.advertise_host)
     grpc_address = await server.start(config.advertise_host)
+    endpoint.listen_shm(grpc_address)
     await server.set_ready(True)
     front.send(MoverReady(pull_address, grpc_address, endpoint.transport.name))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.common.blocks import BlockId, chain_block_ids
-from services.common.transfer.header import UNKNOWN_PARENT, BlockFormat, Segment, make_header
+from services.common.transfer.header import NO_OWNER, UNKNOWN_PARENT, BlockFormat, Segment, make_header
 
 SECRET = "a secret of this test mesh"
 KEY = bytes(range(32))
@@ -30,7 +30,13 @@ def payload(block_id: BlockId, block_bytes: int) -> bytes:
     return np.random.default_rng(int.from_bytes(block_id, "little")).bytes(block_bytes)
 
 
-def header(ids: list[BlockId], index: int, data: bytes) -> bytes:
+def header(ids: list[BlockId], index: int, data: bytes, owner: bytes = NO_OWNER) -> bytes:
     """The header of block `index` of a chain."""
-    parent = ids[index - 1] if index else UNKNOWN_PARENT
-    return make_header(block_format(len(data)), ids[index], memoryview(data), parent_id=parent, starts_chain=index == 0)
+    return make_header(
+        block_format(len(data)),
+        ids[index],
+        memoryview(data),
+        parent_id=ids[index - 1] if index else UNKNOWN_PARENT,
+        owner_digest=owner,
+        starts_chain=index == 0,
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import pytest_asyncio
 from services.common.security import MeshSecret
 from services.common.transfer.grpc_client import GrpcTransport
 from services.common.transfer.protocol import PeerAddress, Transport
+from services.common.transfer.shm_client import ShmTransport
+from services.common.transfer.shm_regions import Region, create_region
 from services.common.transfer.ucx_client import UcxTransport
 from services.common.transfer.ucx_reactor import UcxReactor
 from tests.common.transfer.blocks import SECRET
@@ -66,9 +70,9 @@ class HolderProcess:
 StartHolder = Callable[..., HolderProcess]
 
 
-@pytest.fixture(params=["ucx", "grpc"])
+@pytest.fixture(params=["shm", "ucx", "grpc"])
 def transport_name(request: pytest.FixtureRequest) -> str:
-    """Every test of the contract runs over both."""
+    """Every test of the contract runs over each."""
     return str(request.param)
 
 
@@ -89,14 +93,38 @@ def start_holder(transport_name: str) -> Iterator[StartHolder]:
 @pytest_asyncio.fixture
 async def transport(transport_name: str) -> AsyncIterator[Transport]:
     """A client in this process."""
-    secret = MeshSecret(SECRET)
-    if transport_name == "grpc":
-        client: Transport = GrpcTransport(secret)
+    async with open_transport(transport_name, MeshSecret(SECRET)) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def open_transport(name: str, secret: MeshSecret) -> AsyncIterator[Transport]:
+    """A client in this process; what it pushes over shared memory lies in `shown_memory`."""
+    if name == "ucx":
+        reactor = UcxReactor()
+        client: Transport = UcxTransport(reactor, secret.pull_key)
         yield client
         await client.close()
+        reactor.close()
         return
-    reactor = UcxReactor()
-    client = UcxTransport(reactor, secret.pull_key)
+    client = GrpcTransport(secret) if name == "grpc" else ShmTransport(secret.pull_key, [shown_memory()])
     yield client
     await client.close()
-    reactor.close()
+
+
+@functools.cache
+def shown_memory() -> Region:
+    """Memory of this process that peers may read."""
+    region = create_region("kvmesh-test", 16 * 2**20)
+    assert region is not None
+    return region
+
+
+def shown(blocks: Sequence[bytes]) -> list[memoryview]:
+    """Blocks, put into `shown_memory`."""
+    memory, offset, views = shown_memory().view, 0, []
+    for block in blocks:
+        views.append(memory[offset : offset + len(block)])
+        views[-1][:] = block
+        offset += len(block)
+    return views

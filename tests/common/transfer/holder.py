@@ -21,6 +21,7 @@ from services.common.transfer.endpoint import TransferEndpoint
 from services.common.transfer.errors import BlockInvalid
 from services.common.transfer.header import decode_header, verify_payload
 from services.common.transfer.protocol import STOP_COMPLETE, STOP_EPOCH, STOP_MISSING, HeldBlock, PullRequest
+from services.common.transfer.shm_regions import create_region
 from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
 
 
@@ -30,12 +31,17 @@ class Holder:
     def __init__(self, count: int, block_bytes: int, *, hang: bool, spoil: int) -> None:
         ids = chain(count)
         self.blocks: dict[BlockId, HeldBlock] = {}
+        region = create_region("kvmesh-holder", max(1, count) * block_bytes)
+        assert region is not None
+        self.region = region
         for index, block_id in enumerate(ids):
             data = payload(block_id, block_bytes)
             encoded = header(ids, index, data)
             if index == spoil:
                 data = data[:-1] + bytes([data[-1] ^ 128])
-            self.blocks[block_id] = HeldBlock(encoded, memoryview(data), "ram")
+            slot = region.view[index * block_bytes : (index + 1) * block_bytes]
+            slot[:] = data
+            self.blocks[block_id] = HeldBlock(encoded, slot, "ram")
         self.pushed: dict[BlockId, bytes] = {}
         self.open_leases = 0
         self.open_reservations = 0
@@ -97,11 +103,14 @@ class Reservation:
 async def serve(arguments: argparse.Namespace) -> None:
     holder = Holder(arguments.blocks, arguments.block_bytes, hang=arguments.hang, spoil=arguments.spoil)
     secret = MeshSecret(arguments.secret)
-    endpoint = TransferEndpoint(arguments.transport, secret, holder, holder, max_operation_s=10.0)
+    endpoint = TransferEndpoint(
+        arguments.transport, secret, holder, holder, max_operation_s=10.0, regions=[holder.region]
+    )
     server = MeshServer("127.0.0.1:0", secret=secret)
     endpoint.attach(server)
     pull_address = endpoint.listen("127.0.0.1:0")
     grpc_address = await server.start()
+    endpoint.listen_shm(grpc_address)
     await server.set_ready(True)
     print(json.dumps({"pull_address": pull_address, "grpc_address": grpc_address}), flush=True)
     reader = asyncio.StreamReader()

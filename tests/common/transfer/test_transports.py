@@ -1,4 +1,4 @@
-"""What both transports promise, between real processes."""
+"""What all transports promise, between real processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from services.common.blocks import BlockId
 from services.common.security import MeshSecret
 from services.common.transfer.errors import BlockInvalid, HandshakeRefused, PeerLost, TransferError, TransferTimeout
-from services.common.transfer.grpc_client import GrpcTransport
 from services.common.transfer.header import verify_block
 from services.common.transfer.protocol import (
     STOP_COMPLETE,
@@ -26,10 +25,9 @@ from services.common.transfer.protocol import (
     PushRequest,
     Transport,
 )
-from services.common.transfer.ucx_client import UcxTransport
-from services.common.transfer.ucx_reactor import UcxReactor
-from tests.common.transfer.blocks import EPOCH, block_format, chain, header, payload
-from tests.common.transfer.conftest import HolderProcess, StartHolder
+from services.common.transfer.shm_connection import NotHere
+from tests.common.transfer.blocks import EPOCH, SECRET, block_format, chain, header, payload
+from tests.common.transfer.conftest import HolderProcess, StartHolder, open_transport, shown
 from tests.support.processor_time import idle_share
 from tests.support.waiting import eventually
 
@@ -112,15 +110,12 @@ async def test_trace_context_travels(transport: Transport, start_holder: StartHo
 async def test_a_wrong_secret_is_refused(transport_name: str, start_holder: StartHolder) -> None:
     holder = start_holder("--blocks", "1")
     other = MeshSecret("the secret of some other mesh")
-    reactor = UcxReactor() if transport_name == "ucx" else None
-    stranger: Transport = UcxTransport(reactor, other.pull_key) if reactor else GrpcTransport(other)
     pulled = Pulled(chain(1))
-    with pytest.raises(HandshakeRefused):
-        await pull(stranger, holder.peer, pulled)
+    async with open_transport(transport_name, other) as stranger:
+        # Over shared memory a stranger cannot even name the socket.
+        with pytest.raises(NotHere if transport_name == "shm" else HandshakeRefused):
+            await pull(stranger, holder.peer, pulled)
     assert not any(pulled.memory)
-    await stranger.close()
-    if reactor is not None:
-        reactor.close()
 
 
 async def test_a_hundred_pulls_at_once(transport: Transport, start_holder: StartHolder) -> None:
@@ -138,7 +133,7 @@ async def test_push_and_pull_back(transport: Transport, start_holder: StartHolde
     ids = chain(20, chain_number=3)
     data = [payload(block_id, BLOCK_BYTES) for block_id in ids]
     headers = [header(ids, i, block) for i, block in enumerate(data)]
-    request = PushRequest(headers, [memoryview(block) for block in data], EPOCH, 5.0)
+    request = PushRequest(headers, shown(data), EPOCH, 5.0)
     result = await transport.push(holder.peer, request)
     assert (result.accepted, result.rejected) == (20, 0)
     assert holder.state()["pushed"] == [block_id.hex() for block_id in ids]
@@ -151,7 +146,7 @@ async def test_a_push_is_cut_at_the_first_bad_block(transport: Transport, start_
     data = [payload(block_id, BLOCK_BYTES) for block_id in ids]
     headers = [header(ids, i, block) for i, block in enumerate(data)]
     data[2] = bytes([data[2][0] ^ 1]) + data[2][1:]
-    request = PushRequest(headers, [memoryview(block) for block in data], EPOCH, 5.0)
+    request = PushRequest(headers, shown(data), EPOCH, 5.0)
     result = await transport.push(holder.peer, request)
     assert (result.accepted, result.rejected) == (2, 4)
 
@@ -161,7 +156,7 @@ async def test_blocks_held_already_are_not_sent_again(transport: Transport, star
     ids = chain(5)
     data = [payload(block_id, BLOCK_BYTES) for block_id in ids]
     headers = [header(ids, i, block) for i, block in enumerate(data)]
-    result = await transport.push(holder.peer, PushRequest(headers, [memoryview(block) for block in data], EPOCH, 5.0))
+    result = await transport.push(holder.peer, PushRequest(headers, shown(data), EPOCH, 5.0))
     assert result.accepted == 5
     assert holder.state()["pushed"] == [block_id.hex() for block_id in ids[3:]]
 
@@ -212,7 +207,7 @@ async def test_a_peer_lost_before_a_pull_or_push_is_an_error_within_a_second(
     data = payload(chain(1)[0], BLOCK_BYTES)
     started_s = time.monotonic()
     with pytest.raises(TransferError):
-        await transport.push(holder.peer, PushRequest([header(chain(1), 0, data)], [memoryview(data)], EPOCH, 5.0))
+        await transport.push(holder.peer, PushRequest([header(chain(1), 0, data)], shown([data]), EPOCH, 5.0))
     assert time.monotonic() - started_s < 1.0
 
 
@@ -262,18 +257,14 @@ async def test_a_cancelled_pull_leaves_the_connection_and_no_lease(
 async def test_a_lost_puller_costs_the_holder_no_lease(transport_name: str, start_holder: StartHolder) -> None:
     """The puller dies: another holder process plays it, killed by closing its connection in mid-pull."""
     holder = start_holder("--blocks", "48", "--block-bytes", str(MIB_BLOCK))
-    reactor = UcxReactor() if transport_name == "ucx" else None
-    secret = MeshSecret("a secret of this test mesh")
-    puller: Transport = UcxTransport(reactor, secret.pull_key) if reactor else GrpcTransport(secret)
-    pulled = Pulled(chain(48), MIB_BLOCK)
-    task = asyncio.ensure_future(pull(puller, holder.peer, pulled))
-    await pulled.first.wait()
-    await puller.close()
-    with pytest.raises((TransferError, asyncio.CancelledError)):
-        await task
-    await eventually(lambda: holder.state()["open_leases"] == 0, timeout_s=2.0)
-    if reactor is not None:
-        reactor.close()
+    async with open_transport(transport_name, MeshSecret(SECRET)) as puller:
+        pulled = Pulled(chain(48), MIB_BLOCK)
+        task = asyncio.ensure_future(pull(puller, holder.peer, pulled))
+        await pulled.first.wait()
+        await puller.close()
+        with pytest.raises((TransferError, asyncio.CancelledError)):
+            await task
+        await eventually(lambda: holder.state()["open_leases"] == 0, timeout_s=2.0)
 
 
 async def test_nobody_listens(transport: Transport) -> None:

@@ -148,8 +148,10 @@ async def start_mover() -> AsyncIterator[StartMover]:
 
 
 async def _start(transport: str) -> MoverProcess:
-    descriptor = os.memfd_create("pool")
+    descriptor = os.memfd_create("pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, NUM_BLOCKS * BLOCK_BYTES)
+    # As the engine does: mapped before the mover starts, which then lets nobody else write.
+    pool = mmap.mmap(descriptor, NUM_BLOCKS * BLOCK_BYTES)
     (engine, engine_theirs), (front, front_theirs) = socket.socketpair(), socket.socketpair()
     expected = block_format(BLOCK_BYTES)
     config = {
@@ -175,7 +177,6 @@ async def _start(transport: str) -> MoverProcess:
         env=clean_environment(KVMESH_MESH_SECRET=SECRET),
         pass_fds=(engine_theirs.fileno(), front_theirs.fileno(), descriptor),
     )
-    pool = mmap.mmap(descriptor, NUM_BLOCKS * BLOCK_BYTES)
     os.close(descriptor)
     engine_theirs.close()
     front_theirs.close()

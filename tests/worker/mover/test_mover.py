@@ -186,3 +186,13 @@ async def test_it_ends_with_its_links(transport_name: str, start_mover: StartMov
 async def test_an_idle_mover_uses_no_cpu(transport_name: str, start_mover: StartMover) -> None:
     mover = await start_mover(transport_name)
     assert await idle_share(mover.process.pid, below=0.021) < 0.021
+
+
+async def test_pulled_bytes_are_counted_by_transport(
+    transport_name: str, start_mover: StartMover, start_holder: StartHolder
+) -> None:
+    mover, holder = await start_mover(transport_name), start_holder("--blocks", "3")
+    mover.pull(1, chain(3), [0, 1, 2], run_at(holder.peer, 0, 3))
+    await mover.done(PullDone, 1)
+    expected = {transport_name: 3 * BLOCK_BYTES}
+    await eventually(lambda: mover.counters is not None and mover.counters.bytes_by_transport == expected)

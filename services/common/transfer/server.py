@@ -1,0 +1,216 @@
+"""What the servers of UCX and of shared memory have in common: connections, sessions, operations as bounded tasks.
+
+Every operation is a task with a deadline. A lease is released, and a reservation committed or abandoned, only when
+nothing uses its memory any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from typing import Any, Generic, TypeVar
+
+import structlog
+
+from services.common.blocks import split_ids
+from services.common.transfer import wire
+from services.common.transfer.connection import Connection
+from services.common.transfer.errors import HandshakeRefused, PeerLost, ProtocolViolation, TransferError
+from services.common.transfer.protocol import (
+    MAX_PULL_BLOCKS,
+    MAX_PUSH_BLOCKS,
+    STOP_DEADLINE,
+    STOP_OVERLOAD,
+    BlockLease,
+    BlockSink,
+    BlockSource,
+    PullRequest,
+)
+
+MAX_CONNECTIONS = 1024
+MAX_OPERATIONS = 512
+_log = structlog.get_logger()
+C = TypeVar("C", bound=Connection)
+
+
+class TransferServer(ABC, Generic[C]):
+    """Serves `source` and `sink` to whoever proves the mesh secret. `max_operation_s` bounds every lease."""
+
+    def __init__(self, key: bytes, source: BlockSource, sink: BlockSink, *, max_operation_s: float) -> None:
+        self._key = key
+        self._source = source
+        self._sink = sink
+        self._max_operation_s = max_operation_s
+        self._connections: set[C] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_operations = 0
+        self._num_handshakes = 0
+        self._closing = False
+
+    @abstractmethod
+    def _served_pull(self, session: Session[C], number: int, request: PullRequest) -> ServedPull[C]:
+        """How a pull is answered here."""
+
+    @abstractmethod
+    async def _serve_push(self, connection: C, message: wire.Offer | wire.ShownOffer) -> None:
+        """Take in what is offered. Raises TransferError."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new operations and let running ones finish."""
+        self._closing = True
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Fail every connection and wait until no memory is in use."""
+        self._closing = True
+        for connection in list(self._connections):
+            connection.fail(PeerLost("closing"))
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=self._max_operation_s)
+
+    def _has_room(self) -> bool:
+        """Whether another connection may begin its handshake."""
+        if not self._closing and len(self._connections) + self._num_handshakes < MAX_CONNECTIONS:
+            return True
+        _log.warning("a transfer connection was turned away", connections=len(self._connections))
+        return False
+
+    def _accept(self, handshake: Coroutine[Any, Any, C]) -> None:
+        self._spawn(self._open_session(handshake))
+
+    async def _open_session(self, handshake: Coroutine[Any, Any, C]) -> None:
+        self._num_handshakes += 1
+        try:
+            connection = await handshake
+        except HandshakeRefused as error:
+            _log.warning("a transfer handshake was refused", detail=str(error))
+            return
+        except TransferError:
+            return
+        finally:
+            self._num_handshakes -= 1
+        self._connections.add(connection)
+        Session(self, connection)
+
+    def forget(self, connection: C) -> None:
+        """`connection` has failed."""
+        self._connections.discard(connection)
+
+    def spawn_pull(self, session: Session[C], message: wire.Pull) -> None:
+        """Serve a pull in a task of its own."""
+        ids = split_ids(message.ids) if len(message.ids) <= MAX_PULL_BLOCKS * 16 and len(message.ids) % 16 == 0 else []
+        if not ids:
+            raise ProtocolViolation("a pull of no or of too many blocks")
+        deadline_s = min(message.deadline_s, self._max_operation_s)
+        request = PullRequest(ids, message.epoch, deadline_s, message.traceparent, message.request_id)
+        if self._closing or self._num_operations >= MAX_OPERATIONS:
+            session.connection.send(wire.PullEnd(message.op, 0, STOP_OVERLOAD))
+            return
+        pull = self._served_pull(session, message.op, request)
+        self._spawn(self._operation(session.connection, pull.run(self._source)))
+
+    def spawn_push(self, session: Session[C], message: wire.Offer | wire.ShownOffer) -> None:
+        """Serve a push in a task of its own."""
+        if not 0 < len(message.headers) <= MAX_PUSH_BLOCKS:
+            raise ProtocolViolation("a push of no or of too many blocks")
+        if self._closing or self._num_operations >= MAX_OPERATIONS:
+            session.connection.send(wire.PushEnd(message.op, 0))
+            return
+        self._spawn(self._operation(session.connection, self._serve_push(session.connection, message)))
+
+    async def _operation(self, connection: C, work: Coroutine[Any, Any, None]) -> None:
+        self._num_operations += 1
+        connection.begin()
+        try:
+            await work
+        except TransferError as error:
+            _log.warning("a served transfer failed", detail=str(error))
+        finally:
+            connection.end()
+            self._num_operations -= 1
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("serving a transfer failed", exc_info=error)
+
+
+class Session(Generic[C]):
+    """Messages of one connection, and its running pulls."""
+
+    def __init__(self, server: TransferServer[C], connection: C) -> None:
+        self.connection = connection
+        self.pulls: dict[int, ServedPull[C]] = {}
+        self._server = server
+        connection.on_message = self._dispatch
+        connection.on_failed = self._failed
+        connection.start()
+        if connection.error is not None:
+            server.forget(connection)
+
+    def _failed(self, _: TransferError) -> None:
+        self._server.forget(self.connection)
+        for pull in self.pulls.values():
+            pull.wake()
+
+    def _dispatch(self, message: wire.AnyControl) -> None:
+        if isinstance(message, wire.Pull):
+            self._server.spawn_pull(self, message)
+        elif isinstance(message, wire.Offer | wire.ShownOffer):
+            self._server.spawn_push(self, message)
+        elif isinstance(message, wire.Cancel | wire.Taken):
+            if message.op in self.pulls:
+                self.pulls[message.op].handle(message)
+        else:
+            raise ProtocolViolation(f"{type(message).__name__} from a client")
+
+
+class ServedPull(ABC, Generic[C]):
+    """One pull being answered."""
+
+    def __init__(self, session: Session[C], number: int, request: PullRequest) -> None:
+        self._session = session
+        self._connection = session.connection
+        self._number = number
+        self._request = request
+        self._until_s = asyncio.get_running_loop().time() + request.deadline_s
+        self._cancelled = False
+
+    @abstractmethod
+    def wake(self) -> None:
+        """The connection has failed or the pull was cancelled: whatever waits looks again."""
+
+    @abstractmethod
+    async def _answer(self, lease: BlockLease) -> None:
+        """Hand out the blocks, release the lease, and say how it ended. Raises TransferError."""
+
+    def handle(self, message: wire.Cancel | wire.Taken) -> None:
+        """A message from the puller. Raises ProtocolViolation."""
+        if not isinstance(message, wire.Cancel):
+            raise ProtocolViolation(f"unexpected {type(message).__name__}")
+        self._cancelled = True
+        self.wake()
+
+    async def run(self, source: BlockSource) -> None:
+        """From the lease to its release."""
+        self._session.pulls[self._number] = self
+        try:
+            try:
+                async with asyncio.timeout(self._request.deadline_s):
+                    lease = await source.lease(self._request)
+            except TimeoutError:
+                self._connection.send(wire.PullEnd(self._number, 0, STOP_DEADLINE))
+                return
+            await self._answer(lease)
+        finally:
+            del self._session.pulls[self._number]
+
+    def _left_s(self) -> float:
+        return self._until_s - asyncio.get_running_loop().time()
