@@ -7,7 +7,7 @@ from typing import get_type_hints
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.commands.ctl import _show_rows
+from services.cli.commands.ctl import show_rows
 from services.cli.commands.up import up
 from services.cli.main import app
 
@@ -15,7 +15,7 @@ LONG = "a-worker-with-a-very-long-name-" * 5
 
 
 def test_tables_show_every_value_under_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    _show_rows([{"worker_id": LONG, "indexed_blocks": 7, "ready": True}, {"worker_id": "w", "ready": False}], False)
+    show_rows([{"worker_id": LONG, "indexed_blocks": 7, "ready": True}, {"worker_id": "w", "ready": False}], False)
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["worker_id", "indexed_blocks", "ready"]
     assert [line.split() for line in lines] == [[LONG, "7", "True"], ["w", "-", "False"]]
