@@ -170,8 +170,9 @@ class PlacedStream:
             raise DeadlineExceeded("the deadline passed before the request was placed")
         try:
             grant = await self._granted()
-        except WorkersFull:
-            self._join_line()
+        except WorkersFull as full:
+            ticket = self._join_line()
+            ticket.retry_after_s = full.retry_after_s or ticket.retry_after_s
             return
         finally:
             self.route_s += time.monotonic() - started_s
@@ -196,9 +197,10 @@ class PlacedStream:
             raise asyncio.CancelledError
         return grant
 
-    def _join_line(self) -> None:
+    def _join_line(self) -> Ticket:
         if self._ticket is None:
             self._ticket = self.placement.line.join(self.job.model, self.job.priority)
+        return self._ticket
 
     def _leave_line(self) -> None:
         ticket, self._ticket = self._ticket, None

@@ -22,11 +22,12 @@ _LAST_RETRY_S = 0.4
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A place in a line. until_s: monotonic."""
+    """A place in a line. until_s: monotonic. retry_after_s: what its caller is told should its wait be in vain."""
 
     model: str
     order: tuple[int, int]
     until_s: float
+    retry_after_s: float
     tries: int = 0
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -55,7 +56,7 @@ class WaitingLine:
             raise Overloaded(f"{self._max_waiting} requests are waiting", None, self._max_wait_s / 2)
         self._arrivals += 1
         order = (priority or PRIORITY_CLASS_STANDARD, self._arrivals)
-        ticket = Ticket(model, order, time.monotonic() + self._max_wait_s)
+        ticket = Ticket(model, order, time.monotonic() + self._max_wait_s, self._max_wait_s / 2)
         bisect.insort(self._lines.setdefault(model, []), ticket, key=lambda other: other.order)
         return ticket
 
@@ -81,7 +82,7 @@ class WaitingLine:
         ticket.woken.clear()
         ticket.tries += 1
         if time.monotonic() >= limit_s:
-            raise Overloaded("no worker had room in time", None, self._max_wait_s / 2)
+            raise Overloaded("no worker had room in time", None, ticket.retry_after_s)
 
     def leave(self, ticket: Ticket) -> None:
         """Give the place back; the next one's turn has come. Idempotent."""

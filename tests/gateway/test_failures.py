@@ -115,6 +115,11 @@ async def test_full_workers_are_waited_for_in_turn(mesh: Mesh) -> None:
 
 async def test_a_wait_has_an_end(text_model: TextModel) -> None:
     async with running_mesh(text_model, max_wait_s=0.3, max_waiting_requests=2) as mesh:
+        mesh.router.refusal = Refusal(reason=REFUSAL_REASON_OVERLOADED, retry_after_s=6.5)
+        status, error, trailing = await mesh.error("Completions", STREAM)
+        assert (status, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "overloaded")
+        assert trailing["retry-after"] == "7", "the router's forecast"
+        mesh.router.refusal = None
         mesh.plan[:] = [Script(stale=True)]
         status, error, trailing = await mesh.error("Completions", STREAM)
         assert (status, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "overloaded")
