@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 
-from services.common.process import generated_instance
+from services.common.process import end_process, generated_instance
 from services.common.settings import ConfigurationError, exit_on_configuration_error, load_settings
 from services.common.telemetry import process_telemetry
 from services.kvstore.config import KvStoreSettings
@@ -29,13 +28,6 @@ def main() -> int:
         sys.stderr.write(f"kvmesh: kvstore: {error}\n")
         return 1
     return 0
-
-
-def end_process(status: int) -> None:
-    """Leave at once: everything is closed and flushed, and UCX's own teardown at interpreter exit can hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

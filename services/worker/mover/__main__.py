@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 
 import structlog
 
-from services.common.process import die_with_parent
+from services.common.process import die_with_parent, end_process
 from services.common.security import load_mesh_secret
 from services.common.settings import ConfigurationError, exit_on_configuration_error, load_settings
 from services.common.telemetry import configure_logging, configure_tracing
@@ -41,13 +40,6 @@ def main() -> int:
         sys.stderr.write(f"kvmesh: mover: {error}\n")
         return 1
     return 0
-
-
-def end_process(status: int) -> None:
-    """Leave at once: everything is closed and flushed, and UCX's own teardown at interpreter exit can hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":
