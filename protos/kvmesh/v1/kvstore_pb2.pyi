@@ -3,8 +3,10 @@
 isort:skip_file
 A node of the KV tier. In-mesh only."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -49,6 +51,7 @@ class StatsResponse(_message.Message):
     OPEN_LEASES_FIELD_NUMBER: _builtins.int
     SSD_HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     SSD_FIELD_NUMBER: _builtins.int
+    REPLICATION_FIELD_NUMBER: _builtins.int
     kvstore_id: _builtins.str
     epoch: _builtins.int
     ram_blocks: _builtins.int
@@ -66,6 +69,8 @@ class StatsResponse(_message.Message):
     def ssd(self) -> Global___SsdStats:
         """Absent where the node has no SSD tier."""
 
+    @_builtins.property
+    def replication(self) -> Global___ReplicationStats: ...
     def __init__(
         self,
         *,
@@ -83,14 +88,53 @@ class StatsResponse(_message.Message):
         open_leases: _builtins.int = ...,
         ssd_hit_blocks: _builtins.int = ...,
         ssd: Global___SsdStats | None = ...,
+        replication: Global___ReplicationStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ssd", b"ssd"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["replication", b"replication", "ssd", b"ssd"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evicted_blocks", b"evicted_blocks", "hit_blocks", b"hit_blocks", "kvstore_id", b"kvstore_id", "miss_blocks", b"miss_blocks", "open_leases", b"open_leases", "pushed_blocks", b"pushed_blocks", "ram_blocks", b"ram_blocks", "ram_bytes", b"ram_bytes", "ram_capacity_bytes", b"ram_capacity_bytes", "rejected_blocks", b"rejected_blocks", "ssd", b"ssd", "ssd_hit_blocks", b"ssd_hit_blocks", "verification_failures", b"verification_failures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "evicted_blocks", b"evicted_blocks", "hit_blocks", b"hit_blocks", "kvstore_id", b"kvstore_id", "miss_blocks", b"miss_blocks", "open_leases", b"open_leases", "pushed_blocks", b"pushed_blocks", "ram_blocks", b"ram_blocks", "ram_bytes", b"ram_bytes", "ram_capacity_bytes", b"ram_capacity_bytes", "rejected_blocks", b"rejected_blocks", "replication", b"replication", "ssd", b"ssd", "ssd_hit_blocks", b"ssd_hit_blocks", "verification_failures", b"verification_failures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class ReplicationStats(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASKED_FIELD_NUMBER: _builtins.int
+    ASKED_REFUSED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    COPIED_BLOCKS_FIELD_NUMBER: _builtins.int
+    COPIED_BYTES_FIELD_NUMBER: _builtins.int
+    FAILED_BLOCKS_FIELD_NUMBER: _builtins.int
+    asked: _builtins.int
+    """Copies that other nodes were asked to make, and those that would not."""
+    asked_refused: _builtins.int
+    refused: _builtins.int
+    """Copies that this node was asked to make and would not."""
+    copied_blocks: _builtins.int
+    """What it copied."""
+    copied_bytes: _builtins.int
+    failed_blocks: _builtins.int
+    """Blocks that it meant to copy and did not get."""
+    def __init__(
+        self,
+        *,
+        asked: _builtins.int = ...,
+        asked_refused: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        copied_blocks: _builtins.int = ...,
+        copied_bytes: _builtins.int = ...,
+        failed_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "asked_refused", b"asked_refused", "copied_blocks", b"copied_blocks", "copied_bytes", b"copied_bytes", "failed_blocks", b"failed_blocks", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicationStats: _TypeAlias = ReplicationStats  # noqa: Y015
 
 @_typing.final
 class SsdStats(_message.Message):
@@ -190,3 +234,66 @@ class ClearResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClearResponse: _TypeAlias = ClearResponse  # noqa: Y015
+
+@_typing.final
+class ReplicateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADERS_FIELD_NUMBER: _builtins.int
+    CREATED_S_FIELD_NUMBER: _builtins.int
+    SOURCE_ID_FIELD_NUMBER: _builtins.int
+    SOURCE_EPOCH_FIELD_NUMBER: _builtins.int
+    PULL_ADDRESS_FIELD_NUMBER: _builtins.int
+    GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
+    created_s: _builtins.int
+    """When the oldest of the blocks was made, in seconds since 1970."""
+    source_id: _builtins.str
+    """The node to pull from."""
+    source_epoch: _builtins.int
+    pull_address: _builtins.str
+    grpc_address: _builtins.str
+    @_builtins.property
+    def headers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Encoded block headers, from the first block of the chain on; they name the ids."""
+
+    def __init__(
+        self,
+        *,
+        headers: _abc.Iterable[_builtins.bytes] | None = ...,
+        created_s: _builtins.int = ...,
+        source_id: _builtins.str = ...,
+        source_epoch: _builtins.int = ...,
+        pull_address: _builtins.str = ...,
+        grpc_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_s", b"created_s", "grpc_address", b"grpc_address", "headers", b"headers", "pull_address", b"pull_address", "source_epoch", b"source_epoch", "source_id", b"source_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateRequest: _TypeAlias = ReplicateRequest  # noqa: Y015
+
+@_typing.final
+class ReplicateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    held_blocks: _builtins.int
+    """Leading blocks that are here already."""
+    refused: _builtins.str
+    """Why the others will not be pulled; empty: it will be tried."""
+    def __init__(
+        self,
+        *,
+        held_blocks: _builtins.int = ...,
+        refused: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_blocks", b"held_blocks", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateResponse: _TypeAlias = ReplicateResponse  # noqa: Y015

@@ -44,6 +44,11 @@ class KvStoreStub:
                 request_serializer=kvmesh_dot_v1_dot_kvstore__pb2.ClearRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.ClearResponse.FromString,
                 _registered_method=True)
+        self.Replicate = channel.unary_unary(
+                '/kvmesh.v1.KvStore/Replicate',
+                request_serializer=kvmesh_dot_v1_dot_kvstore__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.ReplicateResponse.FromString,
+                _registered_method=True)
 
 
 class KvStoreServicer:
@@ -62,6 +67,13 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request, context):
+        """Asks the node to pull the leading blocks of a chain from another node and to keep them. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +86,11 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.Clear,
                     request_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.ClearRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_kvstore__pb2.ClearResponse.SerializeToString,
+            ),
+            'Replicate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=kvmesh_dot_v1_dot_kvstore__pb2.ReplicateRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_kvstore__pb2.ReplicateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +147,33 @@ class KvStore:
             '/kvmesh.v1.KvStore/Clear',
             kvmesh_dot_v1_dot_kvstore__pb2.ClearRequest.SerializeToString,
             kvmesh_dot_v1_dot_kvstore__pb2.ClearResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.KvStore/Replicate',
+            kvmesh_dot_v1_dot_kvstore__pb2.ReplicateRequest.SerializeToString,
+            kvmesh_dot_v1_dot_kvstore__pb2.ReplicateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,8 @@ class KvStoreStub:
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
     Clear: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]
     """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under."""
+    Replicate: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]
+    """Asks the node to pull the leading blocks of a chain from another node and to keep them. Answers at once."""
 
 @_typing.type_check_only
 class KvStoreAsyncStub(KvStoreStub):
@@ -41,6 +43,8 @@ class KvStoreAsyncStub(KvStoreStub):
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
     Clear: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]  # type: ignore[assignment]
     """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under."""
+    Replicate: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]  # type: ignore[assignment]
+    """Asks the node to pull the leading blocks of a chain from another node and to keep them. Answers at once."""
 
 class KvStoreServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,5 +61,13 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ClearResponse, _abc.Awaitable[_kvstore_pb2.ClearResponse]]:
         """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under."""
+
+    @_abc_1.abstractmethod
+    def Replicate(
+        self,
+        request: _kvstore_pb2.ReplicateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.ReplicateResponse, _abc.Awaitable[_kvstore_pb2.ReplicateResponse]]:
+        """Asks the node to pull the leading blocks of a chain from another node and to keep them. Answers at once."""
 
 def add_KvStoreServicer_to_server(servicer: KvStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
