@@ -63,6 +63,13 @@ class Totals:
         _sent.add(ssd_bytes, SSD)
         _pull_s.record(duration_s, SSD if ssd_bytes else RAM)
 
+    def was_read(self, blocks: int, num_bytes: int, duration_s: float) -> None:
+        """A peer on this host has read blocks in RAM by itself."""
+        self.hit_blocks += blocks
+        _hits.add(blocks, RAM)
+        _sent.add(num_bytes, RAM)
+        _pull_s.record(duration_s, RAM)
+
     def kept(self, blocks: int, num_bytes: int) -> None:
         """Blocks were taken in."""
         self.pushed_blocks += blocks

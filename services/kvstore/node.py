@@ -17,6 +17,7 @@ from services.common.registry import LocationRecord, Registrar, new_epoch
 from services.common.rpc import MeshServer
 from services.common.security import load_mesh_secret
 from services.common.transfer.endpoint import TransferEndpoint
+from services.common.transfer.shm_directory import BlockDirectory, ShownDirectory
 from services.kvstore.arena import Arena
 from services.kvstore.config import KvStoreSettings
 from services.kvstore.errors import StartFailed
@@ -38,7 +39,8 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     client, health = connect_redis(settings.redis_url), RedisHealth()
     announcer = Announcer(client, kind="kvstore", location_id=instance, epoch=epoch, health=health)
     arena = _arena(settings)
-    store = Store(RamTier(arena, owner_bytes=settings.owner_ram_bytes), announcer, epoch=epoch)
+    directory = BlockDirectory.create(arena.capacity_bytes, epoch) if arena.region else None
+    store = Store(RamTier(arena, owner_bytes=settings.owner_ram_bytes, directory=directory), announcer, epoch=epoch)
     transfers = TransferEndpoint(
         settings.transport,
         secret,
@@ -46,6 +48,7 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
         store,
         max_operation_s=settings.max_lease_s,
         regions=[arena.region] if arena.region else [],
+        directory=ShownDirectory(directory.region, store.was_read) if directory else None,
     )
     server = MeshServer(settings.listen, secret=secret)
     server.add(

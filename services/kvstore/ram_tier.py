@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from services.common.blocks import BlockId
 from services.common.transfer.header import NO_OWNER
+from services.common.transfer.shm_directory import BlockDirectory
 from services.kvstore.arena import Arena, Slot
 
 SMALL_FRACTION = 0.1
@@ -57,9 +58,20 @@ class RamStatistics:
 class RamTier:
     """Owns the entries and their slots; only it frees a slot that holds a block."""
 
-    def __init__(self, arena: Arena, *, small_fraction: float = SMALL_FRACTION, owner_bytes: int = 0) -> None:
-        """owner_bytes: most that one owner may take, its reserved slots included; 0: no limit."""
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        small_fraction: float = SMALL_FRACTION,
+        owner_bytes: int = 0,
+        directory: BlockDirectory | None = None,
+    ) -> None:
+        """owner_bytes: most that one owner may take, its reserved slots included; 0: no limit.
+
+        directory: lists what is here, for readers that do not ask.
+        """
         self._arena = arena
+        self._directory = directory
         self._entries: dict[BlockId, Entry] = {}
         self._num_bytes = 0
         self._main_bytes = 0
@@ -110,6 +122,13 @@ class RamTier:
         if entry is not None:
             self._hold(entry)
         return entry
+
+    def touch(self, ids: Sequence[BlockId]) -> list[Entry]:
+        """Count a use of those of `ids` that are here, and return them: they were read without being lent."""
+        entries = [entry for block_id in ids if (entry := self._entries.get(block_id)) is not None]
+        for entry in entries:
+            entry.uses = min(MAX_USES, entry.uses + 1)
+        return entries
 
     def release(self, entries: Sequence[Entry]) -> None:
         """End what `lease` or `hold` began."""
@@ -174,6 +193,8 @@ class RamTier:
             return False
         entry = self._entries[block_id] = Entry(block_id, parent_id, slot, header, owner, created_s)
         self._num_bytes += slot.num_bytes
+        if self._directory is not None:
+            self._directory.add(block_id, slot.offset, slot.num_bytes, header)
         if parent is not None:
             parent.children += 1
             self._dequeue(parent)
@@ -297,6 +318,8 @@ class RamTier:
 
     def _forget(self, entry: Entry) -> None:
         """Take a block without children from the sets; its slot stays."""
+        if self._directory is not None:
+            self._directory.remove(entry.block_id)
         self._dequeue(entry)
         del self._entries[entry.block_id]
         self._num_bytes -= entry.slot.num_bytes

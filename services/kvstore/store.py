@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
-from opentelemetry import propagate, trace
 
 from services.common.announcements import Tier
 from services.common.blocks import BlockId
@@ -23,10 +22,10 @@ from services.common.transfer.protocol import (
     STOP_COMPLETE,
     STOP_EPOCH,
     STOP_MISSING,
-    HeldBlock,
     PullRequest,
 )
 from services.kvstore.arena import Slot
+from services.kvstore.lending import StoreLease, note_read
 from services.kvstore.metrics import Totals
 from services.kvstore.ram_tier import Entry, RamStatistics, RamTier
 from services.kvstore.ssd_index import SsdEntry
@@ -38,7 +37,6 @@ from services.kvstore.ssd_tier import SsdTier
 # Checksums of this much run on the event loop (about a quarter of a millisecond); more goes to a thread.
 _INLINE_BYTES = 2 * 2**20
 _log = structlog.get_logger()
-_tracer = trace.get_tracer("kvmesh.kvstore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +98,12 @@ class Store:
         if len(entries) < len(request.ids) and stop == STOP_COMPLETE:
             stop = STOP_MISSING
         return self._lend(request, entries[:num_ram], entries[num_ram:], stop)
+
+    def was_read(self, request: PullRequest, duration_s: float) -> None:
+        """A peer on this host has read these blocks in RAM by the directory."""
+        entries = note_read(self._ram, self.totals, request, duration_s)
+        if self.ssd is not None:
+            self.ssd.used(entries)
 
     async def reserve(self, headers: Sequence[bytes], epoch: int) -> StoreReservation:
         """Room for the leading blocks of an offer that hang together and fit; blocks that are here need none."""
@@ -175,53 +179,6 @@ class Store:
                 break
             offered.append(Offered(header, encoded))
         return offered
-
-
-class StoreLease:
-    """Blocks lent to one pull; a span under the puller's trace for as long."""
-
-    def __init__(
-        self,
-        ram: RamTier,
-        totals: Totals,
-        request: PullRequest,
-        from_ram: list[Entry],
-        from_ssd: list[Entry],
-        stop: str,
-    ) -> None:
-        self.stop = stop
-        self.blocks = [HeldBlock(entry.header, ram.view(entry), "ram") for entry in from_ram]
-        self.blocks += [HeldBlock(entry.header, ram.view(entry), "ssd") for entry in from_ssd]
-        self._ram = ram
-        self._totals = totals
-        self._entries = from_ram + from_ssd
-        self._request = request
-        self._started_s = time.monotonic()
-        context = propagate.extract({"traceparent": request.traceparent}) if request.traceparent else None
-        self._span = _tracer.start_span("kvstore.pull", context, kind=trace.SpanKind.SERVER)
-
-    def release(self, num_sent: int, stop: str) -> None:
-        """As `BlockLease.release`."""
-        self._ram.release(self._entries)
-        num_bytes = sum(len(block.payload) for block in self.blocks[:num_sent])
-        ssd_bytes = sum(len(block.payload) for block in self.blocks[:num_sent] if block.tier == "ssd")
-        duration_s = time.monotonic() - self._started_s
-        self._totals.released(num_bytes - ssd_bytes, ssd_bytes, duration_s)
-        asked = len(self._request.ids)
-        self._span.set_attributes(
-            {"kvmesh.asked_blocks": asked, "kvmesh.sent_blocks": num_sent, "kvmesh.sent_bytes": num_bytes}
-        )
-        with trace.use_span(self._span, end_on_exit=True):
-            _log.info(
-                "pull served",
-                request_id=self._request.request_id,
-                asked_blocks=asked,
-                sent_blocks=num_sent,
-                sent_bytes=num_bytes,
-                ssd_bytes=ssd_bytes,
-                stop=stop,
-                duration_s=round(duration_s, 6),
-            )
 
 
 class StoreReservation:

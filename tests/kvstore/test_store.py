@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.common.announcements import Tier
 from services.common.blocks import BlockId
 from services.common.transfer.protocol import PullRequest
-from services.kvstore import store as store_module
+from services.kvstore import lending
 from services.kvstore.arena import Arena
 from services.kvstore.ram_tier import RamTier
 from services.kvstore.store import Store, StoreReservation
@@ -108,7 +108,7 @@ async def test_a_pull_is_a_span_of_the_pullers_trace(store: Store, monkeypatch: 
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(store_module, "_tracer", provider.get_tracer("test"))
+    monkeypatch.setattr(lending, "_tracer", provider.get_tracer("test"))
     ids = chain(3)
     await (await offer(store, ids)).commit()
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

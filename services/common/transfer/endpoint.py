@@ -23,6 +23,7 @@ from services.common.transfer.grpc_server import BlockTransferServicer
 from services.common.transfer.preferred import PreferredTransport
 from services.common.transfer.protocol import BlockSink, BlockSource
 from services.common.transfer.shm_client import ShmTransport
+from services.common.transfer.shm_directory import ShownDirectory
 from services.common.transfer.shm_regions import Region, shm_supported
 from services.common.transfer.shm_server import ShmServer
 from services.common.transfer.ucx_client import UcxTransport
@@ -48,8 +49,9 @@ class TransferEndpoint:
         *,
         max_operation_s: float,
         regions: Sequence[Region] = (),
+        directory: ShownDirectory | None = None,
     ) -> None:
-        """regions: where the blocks lie that peers on this host may read.
+        """regions: where the blocks lie that peers on this host may read. directory: of those in the first region.
 
         Raises ConfigurationError when UCX is insisted on and cannot be used.
         """
@@ -64,7 +66,9 @@ class TransferEndpoint:
             UcxServer(self._reactor, key, source, sink, max_operation_s=max_operation_s) if self._reactor else None
         )
         self._shm_server = (
-            ShmServer(key, source, sink, regions, max_operation_s=max_operation_s) if use_shm and regions else None
+            ShmServer(key, source, sink, regions, max_operation_s=max_operation_s, directory=directory)
+            if use_shm and regions
+            else None
         )
         self._servicer = BlockTransferServicer(source, sink, max_operation_s=max_operation_s)
         _in_use.add(1, {"transport": self.transport.name})

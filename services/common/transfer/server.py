@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from services.common.blocks import split_ids
+from services.common.blocks import BLOCK_ID_BYTES, BlockId, split_ids
 from services.common.transfer import wire
 from services.common.transfer.connection import Connection
 from services.common.transfer.errors import HandshakeRefused, PeerLost, ProtocolViolation, TransferError
@@ -100,11 +100,8 @@ class TransferServer(ABC, Generic[C]):
 
     def spawn_pull(self, session: Session[C], message: wire.Pull) -> None:
         """Serve a pull in a task of its own."""
-        ids = split_ids(message.ids) if len(message.ids) <= MAX_PULL_BLOCKS * 16 and len(message.ids) % 16 == 0 else []
-        if not ids:
-            raise ProtocolViolation("a pull of no or of too many blocks")
         deadline_s = min(message.deadline_s, self._max_operation_s)
-        request = PullRequest(ids, message.epoch, deadline_s, message.traceparent, message.request_id)
+        request = PullRequest(_ids(message.ids), message.epoch, deadline_s, message.traceparent, message.request_id)
         if self._closing or self._num_operations >= MAX_OPERATIONS:
             session.connection.send(wire.PullEnd(message.op, 0, STOP_OVERLOAD))
             return
@@ -119,6 +116,10 @@ class TransferServer(ABC, Generic[C]):
             session.connection.send(wire.PushEnd(message.op, 0))
             return
         self._spawn(self._operation(session.connection, self._serve_push(session.connection, message)))
+
+    def note_read(self, request: PullRequest, duration_s: float) -> None:
+        """A peer has read blocks by itself. Raises ProtocolViolation where there is nothing to be read."""
+        raise ProtocolViolation("blocks read that were not shown")
 
     async def _operation(self, connection: C, work: Coroutine[Any, Any, None]) -> None:
         self._num_operations += 1
@@ -140,6 +141,13 @@ class TransferServer(ABC, Generic[C]):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("serving a transfer failed", exc_info=error)
+
+
+def _ids(data: bytes) -> list[BlockId]:
+    """Ids of a pull. Raises ProtocolViolation."""
+    if not 0 < len(data) <= MAX_PULL_BLOCKS * BLOCK_ID_BYTES or len(data) % BLOCK_ID_BYTES:
+        raise ProtocolViolation("a pull of no or of too many blocks")
+    return split_ids(data)
 
 
 class Session(Generic[C]):
@@ -165,6 +173,9 @@ class Session(Generic[C]):
             self._server.spawn_pull(self, message)
         elif isinstance(message, wire.Offer | wire.ShownOffer):
             self._server.spawn_push(self, message)
+        elif isinstance(message, wire.WasRead):
+            request = PullRequest(_ids(message.ids), 0, 0.0, message.traceparent, message.request_id)
+            self._server.note_read(request, max(0.0, message.duration_s))
         elif isinstance(message, wire.Cancel | wire.Taken):
             if message.op in self.pulls:
                 self.pulls[message.op].handle(message)

@@ -1,8 +1,9 @@
 """The client's side of the shared-memory transport: blocks are copied out of the holder's memory by the puller.
 
-The holder says where leased blocks lie; nothing else of them passes through the socket. What counts is the copy, which
-callers verify: should the holder's lease have ended meanwhile the blocks are not reported, and a holder that changes
-them all the same is found by the checksum. Copies are made on the event loop, a turn's worth at a time.
+What the holder's directory lists is read without asking. The rest is asked for: the holder says where leased blocks
+lie, and nothing else of them passes through the socket. What counts is the copy, which callers verify: should the
+holder's lease have ended meanwhile the blocks are not reported, and a holder that changes them all the same is found
+by the checksum. Copies are made on the event loop, a turn's worth at a time.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.common.blocks import join_ids
 from services.common.transfer import wire
-from services.common.transfer.client import Outcome, PeerCache
+from services.common.transfer.client import Outcome, Peer, PeerCache
 from services.common.transfer.errors import ProtocolViolation, TransferError, TransferTimeout
 from services.common.transfer.protocol import (
+    STOP_COMPLETE,
     STOP_DEADLINE,
     OnBlock,
     PeerAddress,
@@ -25,10 +28,9 @@ from services.common.transfer.protocol import (
     PushResult,
 )
 from services.common.transfer.shm_connection import NotShown, ShmConnection
+from services.common.transfer.shm_reads import TURN_BYTES, read_listed
 from services.common.transfer.shm_regions import Region, locate
 
-# Copied (and, by the callers, verified) before the loop gets another turn: a quarter of a millisecond.
-TURN_BYTES = 2 * 2**20
 # The holder, which lends WINDOW_BYTES ahead, is told each time that so much has been taken.
 TELL_BYTES = 8 * 2**20
 WINDOW_BYTES = 4 * TELL_BYTES
@@ -49,6 +51,22 @@ class ShmTransport:
     ) -> PullResult:
         """As `Transport.pull`."""
         connected = await self._peers.get(peer.grpc_address, request.deadline_s)
+        started_s = asyncio.get_running_loop().time()
+        first = await read_listed(connected.connection, request, buffers, on_block)
+        if not first:
+            return await self._ask(connected, request, buffers, on_block)
+        if first == len(request.ids):
+            return PullResult(first, STOP_COMPLETE, self.name)
+        left_s = request.deadline_s - (asyncio.get_running_loop().time() - started_s)
+        if left_s <= 0:
+            return PullResult(first, STOP_DEADLINE, self.name)
+        rest = replace(request, ids=request.ids[first:], deadline_s=left_s)
+        result = await self._ask(connected, rest, buffers[first:], lambda index, *how: on_block(first + index, *how))
+        return replace(result, num_blocks=first + result.num_blocks)
+
+    async def _ask(
+        self, connected: Peer[ShmConnection], request: PullRequest, buffers: Sequence[memoryview], on_block: OnBlock
+    ) -> PullResult:
         number = connected.next_number()
         operation = _PullOperation(connected.connection, number, buffers, on_block)
         message = wire.Pull(

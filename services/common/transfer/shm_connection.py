@@ -21,6 +21,7 @@ from typing import TypeVar
 from services.common.transfer import wire
 from services.common.transfer.connection import MAX_UNSENT_BYTES, Connection, handshake_message
 from services.common.transfer.errors import PeerLost, ProtocolViolation
+from services.common.transfer.shm_directory import DirectoryReader
 from services.common.transfer.shm_regions import MAX_REGIONS, Region, map_received
 
 _BACKLOG = 128
@@ -60,16 +61,19 @@ def listen(key: bytes, address: str) -> socket.socket:
 class ShmConnection(Connection):
     """Made by `connect` or `accept`. `regions` are this side's, `peer_memory` the other side's."""
 
-    def __init__(self, endpoint: socket.socket, regions: Sequence[Region]) -> None:
+    def __init__(self, endpoint: socket.socket, regions: Sequence[Region], directory: Region | None = None) -> None:
         super().__init__()
         self.regions = regions
         self.peer_memory: list[memoryview] = []
+        self.peer_directory: DirectoryReader | None = None
+        self._directory = directory
         self._socket = endpoint
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray(wire.MAX_CONTROL_BYTES)
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
         self._later: list[bytes] = []
+        self._later_bytes = 0
         self._flush: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -87,10 +91,12 @@ class ShmConnection(Connection):
         return connection
 
     @classmethod
-    async def accept(cls, endpoint: socket.socket, key: bytes, regions: Sequence[Region]) -> ShmConnection:
-        """The listening side. Raises HandshakeRefused or PeerLost."""
+    async def accept(
+        cls, endpoint: socket.socket, key: bytes, regions: Sequence[Region], directory: Region | None = None
+    ) -> ShmConnection:
+        """The listening side. directory: of what lies in the first region. Raises HandshakeRefused or PeerLost."""
         endpoint.setblocking(False)
-        connection = cls(endpoint, regions)
+        connection = cls(endpoint, regions, directory)
         await connection.prove_as_server(key)
         return connection
 
@@ -103,22 +109,24 @@ class ShmConnection(Connection):
         """As `Connection.send`."""
         if self.error is not None:
             return
-        data = b"".join((*self._later, wire.encode(message)))
-        self._later.clear()
-        if len(data) > wire.MAX_CONTROL_BYTES:
-            self.fail(ProtocolViolation("too many messages at once"))
-        elif self._unsent or not self._try_send(data):
-            self._queue(data)
+        data = wire.encode(message)
+        if self._later_bytes + len(data) > wire.MAX_CONTROL_BYTES:
+            self._flush_later()
+        if self._later:
+            data = b"".join((*self._take_later(), data))
+        self._send(data)
 
     def send_later(self, message: wire.Control) -> None:
         """Send together with the next message, or in a moment: for what the peer need not be woken for at once."""
         if self.error is not None:
             return
+        data = wire.encode(message)
+        if len(self._later) >= _MAX_LATER or self._later_bytes + len(data) > wire.MAX_CONTROL_BYTES:
+            self._flush_later()
         if self._flush is None:
             self._flush = self._loop.call_later(_LATER_S, self._flush_later)
-        self._later.append(wire.encode(message))
-        if len(self._later) >= _MAX_LATER:
-            self._flush_later()
+        self._later.append(data)
+        self._later_bytes += len(data)
 
     def peer_view(self, place: wire.Place) -> memoryview:
         """The peer's memory at a place that it named. Raises ProtocolViolation."""
@@ -139,18 +147,24 @@ class ShmConnection(Connection):
                 self._socket.send(b"".join(self._later), socket.MSG_NOSIGNAL)
         self._socket.close()
         self._unsent.clear()
-        self._later.clear()
-        if self._flush is not None:
-            self._flush.cancel()
+        self._take_later()
         self.peer_memory = []
+        self.peer_directory = None
 
     def _flush_later(self) -> None:
+        if self.error is None and (data := b"".join(self._take_later())):
+            self._send(data)
+
+    def _take_later(self) -> list[bytes]:
+        """What waits to be sent; nothing waits afterwards."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
-        data = b"".join(self._later)
-        self._later.clear()
-        if data and (self._unsent or not self._try_send(data)):
+        later, self._later, self._later_bytes = self._later, [], 0
+        return later
+
+    def _send(self, data: bytes) -> None:
+        if self._unsent or not self._try_send(data):
             self._queue(data)
 
     def _try_send(self, data: bytes) -> bool:
@@ -200,8 +214,9 @@ class ShmConnection(Connection):
 
     async def _agreed(self, key: bytes, hello_nonce: bytes, challenge_nonce: bytes, *, as_client: bool) -> None:
         """Only now, when both sides have proved the secret, memory is shown."""
-        data = wire.encode(wire.Regions(len(self.regions)))
-        shown = [region.descriptor for region in self.regions]
+        regions = [*self.regions, self._directory] if self._directory else self.regions
+        data = wire.encode(wire.Regions(len(regions), self._directory is not None))
+        shown = [region.descriptor for region in regions]
         try:
             socket.send_fds(self._socket, [data], shown, socket.MSG_NOSIGNAL)
             await self._readable_again()
@@ -213,10 +228,13 @@ class ShmConnection(Connection):
         if not data:
             raise PeerLost("the peer closed the connection")
         try:
-            if handshake_message(data, wire.Regions).count != len(descriptors):
+            message = handshake_message(data, wire.Regions)
+            if message.count != len(descriptors) or message.count < message.has_directory:
                 raise ProtocolViolation("regions are missing")
             while descriptors:
                 self.peer_memory.append(map_received(descriptors.pop(0)))
+            if message.has_directory:
+                self.peer_directory = DirectoryReader(self.peer_memory.pop())
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

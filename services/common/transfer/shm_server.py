@@ -25,8 +25,10 @@ from services.common.transfer.protocol import (
     PullRequest,
 )
 from services.common.transfer.server import ServedPull, Session, TransferServer
-from services.common.transfer.shm_client import TELL_BYTES, TURN_BYTES, WINDOW_BYTES
+from services.common.transfer.shm_client import TELL_BYTES, WINDOW_BYTES
 from services.common.transfer.shm_connection import ShmConnection, listen
+from services.common.transfer.shm_directory import ShownDirectory
+from services.common.transfer.shm_reads import TURN_BYTES
 from services.common.transfer.shm_regions import Region, locate
 
 # Blocks, and about how many bytes, lent with one message.
@@ -47,9 +49,11 @@ class ShmServer(TransferServer[ShmConnection]):
         regions: Sequence[Region],
         *,
         max_operation_s: float,
+        directory: ShownDirectory | None = None,
     ) -> None:
         super().__init__(key, source, sink, max_operation_s=max_operation_s)
         self._regions = regions
+        self._directory = directory
         self._listener: socket.socket | None = None
 
     def start(self, address: str) -> None:
@@ -72,9 +76,17 @@ class ShmServer(TransferServer[ShmConnection]):
         except OSError:
             return
         if self._has_room():
-            self._accept(ShmConnection.accept(endpoint, self._key, self._regions))
+            shown = self._directory.region if self._directory else None
+            self._accept(ShmConnection.accept(endpoint, self._key, self._regions, shown))
         else:
             endpoint.close()
+
+    def note_read(self, request: PullRequest, duration_s: float) -> None:
+        """As `TransferServer.note_read`."""
+        if self._directory is None:
+            super().note_read(request, duration_s)
+        else:
+            self._directory.was_read(request, duration_s)
 
     def _served_pull(
         self, session: Session[ShmConnection], number: int, request: PullRequest

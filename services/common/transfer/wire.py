@@ -129,9 +129,10 @@ class PushEnd(Control, frozen=True):
 
 
 class Regions(Control, frozen=True):
-    """Descriptors of this many regions come with the message."""
+    """Descriptors of this many regions come with the message; has_directory: the last one is a directory of blocks."""
 
     count: int
+    has_directory: bool = False
 
 
 class Lent(Control, frozen=True):
@@ -156,6 +157,15 @@ class Taken(Control, frozen=True):
     num_blocks: int
 
 
+class WasRead(Control, frozen=True):
+    """Blocks, by their concatenated ids, that were copied out of shown memory without a pull, and what for."""
+
+    ids: bytes
+    duration_s: float
+    traceparent: str
+    request_id: str
+
+
 class ShownOffer(Control, frozen=True):
     """A push over shared memory: headers, and where the payloads lie until PushEnd."""
 
@@ -175,7 +185,7 @@ class Pong(Control, frozen=True):
     """Yes."""
 
 
-ToServer = Pull | Cancel | Offer | ShownOffer | Taken
+ToServer = Pull | Cancel | Offer | ShownOffer | Taken | WasRead
 ToClient = Blocks | Lent | PullEnd | Accept | PushEnd
 AnyControl = ToServer | ToClient | Hello | Challenge | Proof | Welcome | Refused | Regions | Ping | Pong
 

@@ -44,10 +44,10 @@ class HolderProcess:
     def pid(self) -> int:
         return self.process.pid
 
-    def state(self) -> dict[str, Any]:
-        """What the holder says of itself."""
+    def state(self, order: str = "") -> dict[str, Any]:
+        """Have the holder obey an order, and say what it says of itself."""
         assert self.process.stdin is not None
-        self.process.stdin.write(b"\n")
+        self.process.stdin.write(order.encode() + b"\n")
         self.process.stdin.flush()
         return self._line()
 

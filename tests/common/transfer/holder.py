@@ -1,7 +1,7 @@
 """A process that holds blocks and keeps pushed ones: `python -m tests.common.transfer.holder --transport ucx …`.
 
 Prints its addresses as JSON and serves until killed. Every line on stdin is answered with a line of JSON: counts of
-open leases and of what was pushed.
+open leases, of what was pushed and of what was read by the directory; a line "strike N" strikes block N off it first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from services.common.transfer.endpoint import TransferEndpoint
 from services.common.transfer.errors import BlockInvalid
 from services.common.transfer.header import decode_header, verify_payload
 from services.common.transfer.protocol import STOP_COMPLETE, STOP_EPOCH, STOP_MISSING, HeldBlock, PullRequest
+from services.common.transfer.shm_directory import BlockDirectory, ShownDirectory
 from services.common.transfer.shm_regions import create_region
 from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
 
@@ -46,7 +47,19 @@ class Holder:
         self.open_leases = 0
         self.open_reservations = 0
         self.traceparents: list[str] = []
+        self.read: list[BlockId] = []
+        self.directory: BlockDirectory | None = None
         self._hang = hang
+
+    def show_directory(self, count: int) -> ShownDirectory:
+        """List the first `count` blocks."""
+        self.directory = BlockDirectory.create(len(self.region.view), EPOCH)
+        assert self.directory is not None
+        for block_id, block in list(self.blocks.items())[:count]:
+            offset = self.region.offset_of(block.payload)
+            assert offset is not None
+            assert self.directory.add(block_id, offset, len(block.payload), block.header)
+        return ShownDirectory(self.directory.region, lambda request, _: self.read.extend(request.ids))
 
     async def lease(self, request: PullRequest) -> Lease:
         self.traceparents.append(request.traceparent)
@@ -103,8 +116,9 @@ class Reservation:
 async def serve(arguments: argparse.Namespace) -> None:
     holder = Holder(arguments.blocks, arguments.block_bytes, hang=arguments.hang, spoil=arguments.spoil)
     secret = MeshSecret(arguments.secret)
+    directory = holder.show_directory(arguments.listed) if arguments.listed else None
     endpoint = TransferEndpoint(
-        arguments.transport, secret, holder, holder, max_operation_s=10.0, regions=[holder.region]
+        arguments.transport, secret, holder, holder, max_operation_s=10.0, regions=[holder.region], directory=directory
     )
     server = MeshServer("127.0.0.1:0", secret=secret)
     endpoint.attach(server)
@@ -115,13 +129,17 @@ async def serve(arguments: argparse.Namespace) -> None:
     print(json.dumps({"pull_address": pull_address, "grpc_address": grpc_address}), flush=True)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while await reader.readline():
+    while line := await reader.readline():
+        if line.startswith(b"strike"):
+            assert holder.directory is not None
+            holder.directory.remove(chain(arguments.blocks)[int(line.split()[1])])
         print(
             json.dumps(
                 {
                     "open_leases": holder.open_leases,
                     "open_reservations": holder.open_reservations,
                     "pushed": [block_id.hex() for block_id in holder.pushed],
+                    "read": [block_id.hex() for block_id in holder.read],
                     "traceparents": holder.traceparents,
                 }
             ),
@@ -134,6 +152,7 @@ def main() -> None:
     parser.add_argument("--transport", required=True)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--block-bytes", type=int, default=192 * 1024)
+    parser.add_argument("--listed", type=int, default=0, help="show a directory of so many blocks")
     parser.add_argument("--secret", default=SECRET)
     parser.add_argument("--hang", action="store_true", help="never answer a pull")
     parser.add_argument("--spoil", type=int, default=-1, help="flip a bit of this block")

@@ -201,7 +201,7 @@ async def test_nothing_is_left_of_connections(start_holder: StartHolder) -> None
         await once()
     await eventually(lambda: len(os.listdir(f"/proc/{holder.pid}/fd")) <= before[1])
     assert len(os.listdir("/proc/self/fd")) <= before[0]
-    assert "kvmesh-test" not in Path(f"/proc/{holder.pid}/maps").read_text()
+    await eventually(lambda: "kvmesh-test" not in Path(f"/proc/{holder.pid}/maps").read_text())
 
 
 def test_control_messages_can_share_a_packet() -> None:
