@@ -49,6 +49,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"owner_digest is not {BLOCK_ID_BYTES} bytes")
         return kvstore_pb2.ClearResponse(ram_blocks=await self._store.clear_owner(request.owner_digest))
 
+    async def Replicate(
+        self, request: kvstore_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> kvstore_pb2.ReplicateResponse:
+        """No copies are made here."""
+        return kvstore_pb2.ReplicateResponse(refused="off")
+
 
 def _ssd(layer: SsdLayer) -> kvstore_pb2.SsdStats:
     now, totals = layer.tier.statistics(), layer.tier.totals

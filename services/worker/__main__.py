@@ -26,10 +26,11 @@ from services.worker.errors import ChildDied, StartFailed
 from services.worker.front import Front
 from services.worker.load_board import LoadBoard
 from services.worker.observation import WorkerMetrics
-from services.worker.push_target import choose_target
+from services.worker.push_target import PushTargets
 from services.worker.replica import Replica, host_name, identity_proto, location_record, start_replica
 from services.worker.service import WorkerService
 from services.worker.streams import StreamTable
+from services.worker.target_keeper import TargetKeeper
 
 # Time for the last responses and statuses to leave.
 _STOP_GRACE_S = 1.0
@@ -91,6 +92,9 @@ class _Server:
         self._announcer = Announcer(
             self._redis, kind="worker", location_id=replica.worker_id, epoch=replica.epoch, health=self._health
         )
+        self._watcher = RegistryWatcher(self._redis, health=self._health)
+        targets = PushTargets(worker_id=replica.worker_id, host=host_name(settings), ramp_s=settings.node_ramp_s)
+        self._keeper = TargetKeeper(self._watcher, targets)
         board = LoadBoard()
         self._front = Front(
             replica.engine,
@@ -100,6 +104,7 @@ class _Server:
             announcer=self._announcer,
             metrics=WorkerMetrics(board),
             child_silence_s=settings.child_silence_s,
+            node_failing=self._keeper.failing,
         )
         self._service = WorkerService(
             self._front,
@@ -121,10 +126,11 @@ class _Server:
             self._replica, self._settings, address=self._grpc.address, metrics=self._metrics_address
         )
         registrar = Registrar(self._redis, record, health=self._health)
-        watcher = self._watcher()
         try:
             async with asyncio.TaskGroup() as group:
-                runs = (self._front.run(), registrar.run(), self._announcer.run(), watcher.run())
+                runs = [self._front.run(), registrar.run(), self._announcer.run(), self._watcher.run()]
+                if self._settings.push:
+                    runs.append(self._keeper.run(self._front.set_push_target))
                 tasks = [group.create_task(run) for run in runs]
                 await self._open(record)
                 await stop.wait()
@@ -141,17 +147,6 @@ class _Server:
         self._service.close()
         await self._grpc.stop(_STOP_GRACE_S)
         await self._redis.aclose()
-
-    def _watcher(self) -> RegistryWatcher:
-        watcher = RegistryWatcher(self._redis, health=self._health)
-        if self._settings.push:
-            worker_id, host = self._replica.worker_id, host_name(self._settings)
-            watcher.subscribe(
-                lambda _: self._front.set_push_target(
-                    choose_target(watcher.records.values(), worker_id=worker_id, host=host)
-                )
-            )
-        return watcher
 
     async def _open(self, record: LocationRecord) -> None:
         self._front.board.ready = True

@@ -10,7 +10,7 @@ Only this class changes reference counts.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.common.blocks import BlockId
@@ -81,6 +81,10 @@ class BlockPool:
     def id_of(self, slot: int) -> BlockId | None:
         """Id of the block in `slot`; None while it is private to its holder."""
         return self._ids[slot]
+
+    def held_ids(self) -> Iterable[BlockId]:
+        """Ids of all blocks that are present."""
+        return self._slots.keys()
 
     def hold(self, slots: Sequence[int]) -> None:
         """Take a reference to each slot, and through it to its ancestors."""

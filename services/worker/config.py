@@ -30,6 +30,12 @@ class WorkerSettings(ServiceSettings):
     prefix_cache: bool = Field(True, description="Reuse blocks of earlier requests.")
     push: bool = Field(True, description="Offer completed blocks to a kvstore node.")
     max_push_blocks: int = Field(256, ge=1, description="Most blocks pinned for pushes.")
+    repush_bytes_per_s: float = Field(
+        64.0 * 2**20, gt=0, description="Older blocks offered to a kvstore node that has just become the target."
+    )
+    node_ramp_s: float = Field(
+        60.0, ge=0, description="Time in which a kvstore node that has come or come back gets its share of the workers."
+    )
     max_served_blocks: int = Field(1024, ge=1, description="Most blocks pinned for pulls by others.")
     max_pull_s: float = Field(5.0, gt=0, description="Longest pull before the rest is computed.")
     default_deadline_s: float = Field(600.0, gt=0, description="Deadline of calls that bring none.")

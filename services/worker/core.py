@@ -90,12 +90,12 @@ class EngineCore:
                 self._abort(key, now)
             case DrainEngine():
                 self._draining = True
-            case PushTarget(location_id=location_id):
-                self.transfers.set_push_target(exists=bool(location_id))
+            case PushTarget(location_id=location_id, epoch=epoch):
+                self.transfers.set_push_target((location_id, epoch) if location_id else None, now)
             case PullDone():
                 self._finish_pull(message, now)
-            case PushDone(key=key, accepted=accepted):
-                self.transfers.finish_push(key, accepted)
+            case PushDone():
+                self.transfers.finish_push(message)
             case PinBlocks():
                 self.to_mover.append(self.transfers.pin(message))
             case Unpin(key=key):
@@ -138,7 +138,7 @@ class EngineCore:
         choices: list[ChoiceOutput] = []
         completed: list[RequestUsage] = []
         for advance in advances:
-            self._offer(advance)
+            self._offer(advance, now)
             if advance.token is None:
                 continue
             sequence = advance.sequence
@@ -186,6 +186,7 @@ class EngineCore:
             kvstore_pull_bytes_per_s=rates.kvstore_pull_bytes_per_s,
             peer_pull_bytes_per_s=rates.peer_pull_bytes_per_s,
             pushes_dropped=self.transfers.pushes_dropped,
+            pushes_deferred=self.transfers.pushes_deferred,
         )
 
     def _submit(self, message: Submit, now: float) -> None:
@@ -234,9 +235,9 @@ class EngineCore:
         self.load_changed = True
         return True
 
-    def _offer(self, advance: Advance) -> None:
+    def _offer(self, advance: Advance, now: float) -> None:
         if advance.completed_slot is not None:
-            push = self.transfers.offer(advance.sequence.request, advance.completed_slot)
+            push = self.transfers.offer(advance.sequence.request, advance.completed_slot, now)
             if push is not None:
                 self.to_mover.append(push)
 

@@ -27,6 +27,7 @@ from services.worker.messages import (
     EngineLoad,
     Message,
     MoverCounters,
+    NodeFailing,
     PushTarget,
     RequestAborted,
     RequestFailed,
@@ -55,6 +56,7 @@ class Front:
         announcer: Announcer,
         metrics: WorkerMetrics,
         child_silence_s: float,
+        node_failing: Callable[[NodeFailing], None],
     ) -> None:
         self.board = board
         self.streams = streams
@@ -63,6 +65,7 @@ class Front:
         self._mover = mover
         self._announcer = announcer
         self._child_silence_s = child_silence_s
+        self._node_failing = node_failing
         self._target: PushTarget = NO_TARGET
 
     async def run(self) -> None:
@@ -133,6 +136,8 @@ class Front:
             self.board.mover_heard(time.monotonic())
             if isinstance(message, MoverCounters):
                 self.metrics.mover = message
+            elif isinstance(message, NodeFailing):
+                self._node_failing(message)
 
     def _take_engine(self, message: Message) -> None:
         match message:

@@ -174,7 +174,11 @@ class RequestAborted(Message, frozen=True):
 
 
 class EngineLoad(Message, frozen=True):
-    """Fields and meaning of proto WorkerLoad; sent every 100 ms and at admissions and finishes."""
+    """Fields and meaning of proto WorkerLoad; sent every 100 ms and at admissions and finishes.
+
+    pushes_dropped: blocks not offered for want of room. pushes_deferred: times that a completed block had to wait for
+    the turn of its ancestors at a new node.
+    """
 
     progress: int
     running_requests: int
@@ -190,6 +194,7 @@ class EngineLoad(Message, frozen=True):
     kvstore_pull_bytes_per_s: float
     peer_pull_bytes_per_s: float
     pushes_dropped: int
+    pushes_deferred: int = 0
 
 
 class BlockChanges(Message, frozen=True):
@@ -256,10 +261,16 @@ class PullDone(Message, frozen=True):
 
 
 class PushDone(Message, frozen=True):
-    """The slots of a push are free again. `accepted` counts leading blocks that the kvstore now holds."""
+    """The slots of a push are free again. `accepted` counts leading blocks that the kvstore now holds.
+
+    location_id, epoch: the node that was pushed to. refused: it answered that it would not keep the next block.
+    """
 
     key: int
     accepted: int
+    location_id: str = ""
+    epoch: int = 0
+    refused: bool = False
 
 
 class PinBlocks(Message, frozen=True):
@@ -295,6 +306,13 @@ class MoverReady(Message, frozen=True):
     transport: str
 
 
+class NodeFailing(Message, frozen=True):
+    """Pulls from or pushes to a kvstore node failed repeatedly; sent again while they do."""
+
+    location_id: str
+    epoch: int
+
+
 class MoverCounters(Message, frozen=True):
     """Totals since start, once a second."""
 
@@ -322,4 +340,4 @@ FromEngineToFront = (
     | BlockChanges
 )
 FromEngineToMover = PullBlocks | CancelPull | PushBlocks | PinnedSlots
-FromMoverToFront = MoverReady | MoverCounters
+FromMoverToFront = MoverReady | MoverCounters | NodeFailing

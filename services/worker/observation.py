@@ -87,6 +87,7 @@ _LOAD_GAUGES: dict[str, Callable[[EngineLoad], float]] = {
 _LOAD_TOTALS: dict[str, Callable[[EngineLoad], float]] = {
     "kvmesh_worker_preemptions": lambda load: load.preemptions,
     "kvmesh_worker_pushes_dropped": lambda load: load.pushes_dropped,
+    "kvmesh_worker_pushes_deferred": lambda load: load.pushes_deferred,
     "kvmesh_worker_loop_turns": lambda load: load.progress,
 }
 _MOVER_TOTALS: dict[str, Callable[[MoverCounters], int]] = {

@@ -140,6 +140,7 @@ async def _start_engine(settings: WorkerSettings, source: ModelSource, parts: Sh
         prefix_cache=settings.prefix_cache,
         max_pull_s=settings.max_pull_s,
         max_push_blocks=settings.max_push_blocks,
+        repush_bytes_per_s=settings.repush_bytes_per_s,
         max_served_blocks=settings.max_served_blocks,
     )
     return await start_child(

@@ -12,17 +12,28 @@ from dataclasses import dataclass
 
 from services.common.blocks import BlockId, join_ids, split_ids
 from services.worker.block_pool import BlockPool
-from services.worker.messages import CancelPull, HolderRun, PinBlocks, PinnedSlots, PullBlocks, PullDone, PushBlocks
+from services.worker.messages import (
+    CancelPull,
+    HolderRun,
+    PinBlocks,
+    PinnedSlots,
+    PullBlocks,
+    PullDone,
+    PushBlocks,
+    PushDone,
+)
+from services.worker.push_memory import Node, PushMemory
 from services.worker.sequence import Request
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Bounds: wait for a pull, blocks pinned for pushes, blocks pinned for remote pullers."""
+    """Bounds: wait for a pull, blocks pinned for pushes, blocks pinned for remote pullers, old blocks to a new node."""
 
     max_pull_s: float = 5.0
     max_push_blocks: int = 256
     max_served_blocks: int = 1024
+    repush_blocks_per_s: float = 256.0
 
 
 @dataclass(slots=True)
@@ -47,19 +58,16 @@ class Transfers:
 
     def __init__(self, limits: TransferLimits, pool: BlockPool) -> None:
         self.pushes_dropped = 0
+        self.pushes_deferred = 0
         self._limits = limits
         self._pool = pool
         self._pulls: dict[int, _Pull] = {}
         self._pushes: dict[int, _Push] = {}
         self._pins: dict[int, list[int]] = {}
-        # Blocks of this pool that the kvstore node has or is being offered.
-        self._pushed: set[BlockId] = set()
+        self._memory = PushMemory(pool, limits.repush_blocks_per_s)
         self._push_keys = 0
         self._num_push_blocks = 0
         self._num_served_blocks = 0
-        # Counts push targets; 0: there has been none.
-        self._generation = 0
-        self._has_target = False
 
     @property
     def is_idle(self) -> bool:
@@ -102,8 +110,8 @@ class Transfers:
         arrived = min(done.num_blocks, len(pull.slots), len(done.tiers))
         for index in range(arrived):
             parent = pull.slots[index] = self._pool.register(pull.slots[index], pull.ids[index], parent)
-            if done.tiers[index] != "peer":
-                self._pushed.add(pull.ids[index])
+            if self._memory.target is not None and _holder(pull.runs, index) == self._memory.target:
+                self._memory.holds(pull.ids[index])
         self._pool.release(pull.held + pull.slots)
         if pull.request is not None:
             pull.request.pull_s = now - pull.started_s
@@ -111,20 +119,19 @@ class Transfers:
             pull.request.pulled_tiers = {first + i: done.tiers[i] for i in range(arrived)}
         return pull.request, pull.runs
 
-    def set_push_target(self, *, exists: bool) -> None:
+    def set_push_target(self, target: Node | None, now: float) -> None:
         """Another kvstore node, or none: what was pushed is not known to be there."""
-        self._has_target = exists
-        self._generation += 1
-        self._pushed.clear()
+        self._memory.switch(target, now)
 
-    def offer(self, request: Request, slot: int) -> PushBlocks | None:
-        """Push the registered block in `slot` and its ancestors that were not pushed, as far as the bound allows."""
-        if not self._has_target:
+    def offer(self, request: Request, slot: int, now: float) -> PushBlocks | None:
+        """Push the registered block in `slot` and its ancestors that were not pushed, as far as the bounds allow."""
+        if self._memory.target is None:
             return None
-        missing = self._unpushed_chain(slot)
+        missing = self._memory.missing(slot)
         room = max(0, self._limits.max_push_blocks - self._num_push_blocks)
         self.pushes_dropped += max(0, len(missing) - room)
-        slots = missing[:room]
+        slots = self._memory.take(missing[:room], now)
+        self.pushes_deferred += len(slots) < min(room, len(missing))
         if not slots:
             return None
         ids = self._ids(slots)
@@ -132,27 +139,31 @@ class Transfers:
         parents = [*(self._ids([before]) if before is not None else [request.block_root]), *ids[:-1]]
         self._pool.hold(slots)
         self._num_push_blocks += len(slots)
-        self._pushed.update(ids)
         self._push_keys += 1
-        self._pushes[self._push_keys] = _Push(slots, ids, self._generation)
+        self._pushes[self._push_keys] = _Push(slots, ids, self._memory.generation)
         joined, joined_parents = join_ids(ids), join_ids(parents)
         return PushBlocks(
             self._push_keys, joined, joined_parents, slots, request.owner_digest, request.traceparent, before is None
         )
 
-    def finish_push(self, key: int, accepted: int) -> None:
-        """Give the slots of a push back; blocks that were not accepted may be pushed again with a descendant."""
-        push = self._pushes.pop(key, None)
+    def finish_push(self, done: PushDone) -> None:
+        """Give the slots of a push back; blocks that the target did not take may be pushed again with a descendant."""
+        push = self._pushes.pop(done.key, None)
         if push is None:
             return
         self._num_push_blocks -= len(push.slots)
-        if push.generation == self._generation:
-            self._pushed.difference_update(push.ids[accepted:])
+        memory = self._memory
+        if push.generation == memory.generation:
+            # The mover learns of another target at another moment than we do.
+            went_there = (done.location_id, done.epoch) == memory.target
+            memory.refused(push.ids[done.accepted if went_there else 0 :])
+            if went_there and done.refused and not done.accepted:
+                memory.doubt_ancestors(push.slots[0])
         self._pool.release(push.slots)
 
     def forget_pushed(self, removed: Sequence[BlockId]) -> None:
         """Blocks left the pool; the memory of pushes is bounded by what the pool holds."""
-        self._pushed.difference_update(removed)
+        self._memory.forget(removed)
 
     def pin(self, wanted: PinBlocks) -> PinnedSlots:
         """Hold the leading wanted blocks that are here, as far as the bound allows."""
@@ -170,19 +181,22 @@ class Transfers:
         self._num_served_blocks -= len(slots)
         self._pool.release(slots)
 
-    def _unpushed_chain(self, slot: int) -> list[int]:
-        chain: list[int] = []
-        step: int | None = slot
-        while step is not None and self._pool.id_of(step) not in self._pushed:
-            chain.append(step)
-            step = self._pool.parent_of(step)
-        chain.reverse()
-        return chain
-
     def _ids(self, slots: Sequence[int]) -> list[BlockId]:
         ids = [block_id for slot in slots if (block_id := self._pool.id_of(slot)) is not None]
         assert len(ids) == len(slots), "only registered blocks are pushed"
         return ids
+
+
+def _holder(runs: Sequence[HolderRun], index: int) -> Node | None:
+    """Who gave block `index` of a pull."""
+    return next(
+        (
+            (run.location_id, run.epoch)
+            for run in runs
+            if run.kind == "kvstore" and run.first_block <= index < run.first_block + run.num_blocks
+        ),
+        None,
+    )
 
 
 def _runs_after(plan: Sequence[HolderRun], first: int, end: int) -> list[HolderRun]:

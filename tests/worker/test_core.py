@@ -85,6 +85,9 @@ def make_core(
     return EngineCore(limits, num_blocks, KEY, Rates(1000.0, 0.01))
 
 
+_nodes = st.sampled_from(["", "node", "other"])
+
+
 class CoreMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.sampled_from([9, 12, NUM_BLOCKS]),
@@ -187,11 +190,12 @@ class CoreMachine(RuleBasedStateMachine):
         if self.pushes:
             push = self.pushes.pop(data.draw(st.sampled_from(sorted(self.pushes))))
             self._check_content(push.slots, split_ids(push.ids))
-            self._handle(PushDone(push.key, data.draw(st.integers(0, len(push.slots)))))
+            accepted = data.draw(st.integers(0, len(push.slots)))
+            self._handle(PushDone(push.key, accepted, data.draw(_nodes), 1, data.draw(st.booleans())))
 
-    @rule(exists=st.booleans())
-    def push_target(self, exists: bool) -> None:
-        self._handle(PushTarget("node" if exists else "", 1, "a", "b"))
+    @rule(node=_nodes)
+    def push_target(self, node: str) -> None:
+        self._handle(PushTarget(node, 1, "a", "b"))
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:

@@ -15,7 +15,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common.registry import LocationRecord
 from services.worker import observation
 from services.worker.convert import chunk_proto, submit_message
 from services.worker.load_board import LoadBoard
@@ -27,7 +26,6 @@ from services.worker.messages import (
     RequestUsage,
     StaleRequest,
 )
-from services.worker.push_target import NO_TARGET, choose_target
 from services.worker.rates import Rates
 from services.worker.streams import StreamTable
 
@@ -85,23 +83,6 @@ def test_silence_of_either_child_shows() -> None:
     board.engine_heard(13.05)
     assert board.is_silent(13.1)
     assert board.silence_s(14.0) == pytest.approx(4.0)
-
-
-def node(name: str, host: str) -> LocationRecord:
-    return LocationRecord(
-        kind="kvstore", id=name, epoch=1, host=host, grpc_address=f"{host}:1", pull_address=f"{host}:2"
-    )
-
-
-def test_push_target_prefers_the_own_host_and_moves_few() -> None:
-    nodes = [node(f"n{i}", f"h{i}") for i in range(4)]
-    assert choose_target([], worker_id="w", host="h") == NO_TARGET
-    assert choose_target(nodes, worker_id="w", host="h2").location_id == "n2"
-    workers = [f"w{i}" for i in range(40)]
-    before = {w: choose_target(nodes, worker_id=w, host="x").location_id for w in workers}
-    assert len(set(before.values())) == 4
-    after = {w: choose_target(nodes[:3], worker_id=w, host="x").location_id for w in workers}
-    assert all(after[w] == before[w] for w in workers if before[w] != "n3")
 
 
 def test_spans_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,12 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
             max_queue_s=config.max_queue_s,
             prefix_cache=config.prefix_cache,
         ),
-        TransferLimits(config.max_pull_s, config.max_push_blocks, config.max_served_blocks),
+        TransferLimits(
+            config.max_pull_s,
+            config.max_push_blocks,
+            config.max_served_blocks,
+            config.repush_bytes_per_s / spec.layout.block_bytes,
+        ),
         config.step_token_budget,
         config.target_step_s,
     )

@@ -33,4 +33,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: bool
     max_pull_s: float
     max_push_blocks: int
+    repush_bytes_per_s: float
     max_served_blocks: int

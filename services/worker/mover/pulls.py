@@ -16,14 +16,24 @@ import structlog
 from opentelemetry import propagate, trace
 
 from services.common.blocks import BlockId, split_ids
-from services.common.transfer.errors import BlockInvalid, TransferError
+from services.common.transfer.errors import BlockInvalid, PeerLost, TransferError, TransferTimeout
 from services.common.transfer.header import BlockFormat, verify_block
-from services.common.transfer.protocol import STOP_DEADLINE, PeerAddress, PullRequest, Transport
+from services.common.transfer.protocol import (
+    CONNECT_TIMEOUT_S,
+    STOP_DEADLINE,
+    PeerAddress,
+    PullRequest,
+    PullResult,
+    Transport,
+)
 from services.worker.messages import CancelPull, HolderRun, PullBlocks, PullDone
 from services.worker.mover.counters import Counters
+from services.worker.mover.node_health import NodeHealth
 from services.worker.mover.pool import INLINE_BYTES, SharedPool
 
 MAX_CONCURRENT_PULLS = 256
+# Failures in a row after which pulls from a kvstore node rest.
+_FAILURES_UNTIL_REST = 2
 _TIERS = {"worker": {"peer"}, "kvstore": {"ram", "ssd"}}
 _log = structlog.get_logger()
 _tracer = trace.get_tracer("kvmesh.mover")
@@ -54,6 +64,7 @@ class Puller:
         pool: SharedPool,
         block_format: BlockFormat,
         counters: Counters,
+        health: NodeHealth,
         done: Callable[[PullDone], None],
     ) -> None:
         self._group = group
@@ -61,6 +72,7 @@ class Puller:
         self._pool = pool
         self._format = block_format
         self._counters = counters
+        self._health = health
         self._done = done
         self._running: dict[int, tuple[_Progress, asyncio.Task[None]]] = {}
 
@@ -112,16 +124,14 @@ class Puller:
             if left_s <= 0:
                 progress.error = STOP_DEADLINE
                 return
+            if self._rests(run):
+                progress.error = "the node rests after failures"
+                return
             received = _Received(ids[first:end], buffers[first:end], run, self._format, progress)
             try:
-                result = await self._transport.pull(
-                    PeerAddress(run.pull_address, run.grpc_address),
-                    PullRequest(
-                        ids[first:end], run.epoch, left_s, _traceparent(message.traceparent), message.request_id
-                    ),
-                    buffers[first:end],
-                    received.on_block,
-                )
+                traceparent = _traceparent(message.traceparent)
+                request = PullRequest(ids[first:end], run.epoch, left_s, traceparent, message.request_id)
+                result = await self._pull(run, request, buffers[first:end], received)
             finally:
                 await received.verify_rest()
             progress.transports.add(result.transport)
@@ -129,6 +139,29 @@ class Puller:
             if len(progress.tiers) < end:
                 progress.error = received.fault or result.stop
                 return
+
+    async def _pull(
+        self, run: HolderRun, request: PullRequest, buffers: list[memoryview], received: _Received
+    ) -> PullResult:
+        """One run, and what it says of the node's health."""
+        peer = PeerAddress(run.pull_address, run.grpc_address)
+        try:
+            result = await self._transport.pull(peer, request, buffers, received.on_block)
+        except (PeerLost, TransferTimeout) as error:
+            # A pull that had next to no time says nothing.
+            if run.kind == "kvstore" and (isinstance(error, PeerLost) or request.deadline_s > CONNECT_TIMEOUT_S):
+                self._health.failed(run.location_id, run.epoch, time.monotonic())
+            raise
+        if run.kind == "kvstore":
+            self._health.worked(run.location_id, run.epoch)
+        return result
+
+    def _rests(self, run: HolderRun) -> bool:
+        """Whether the node is not to be asked now. Workers that are lost leave the router's view at once."""
+        now_s = time.monotonic()
+        return run.kind == "kvstore" and self._health.rests(
+            run.location_id, run.epoch, now_s, after=_FAILURES_UNTIL_REST
+        )
 
     def _finish(self, message: PullBlocks, progress: _Progress, span: trace.Span) -> None:
         count = len(progress.tiers)

@@ -1,7 +1,7 @@
 """Write-behind to the kvstore node. Never waited for: what cannot go now is dropped and counted.
 
 Every PushBlocks gets exactly one PushDone, after the transport has let go of every slot. After a failure the target
-rests for a moment, so that a dead node costs nothing but drops.
+rests for a moment (`node_health`), so that a dead node costs nothing but drops.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -18,13 +19,22 @@ from services.common.transfer.header import BlockFormat, make_header
 from services.common.transfer.protocol import MAX_PUSH_BLOCKS, PeerAddress, PushRequest, Transport
 from services.worker.messages import PushBlocks, PushDone, PushTarget
 from services.worker.mover.counters import Counters
+from services.worker.mover.node_health import NodeHealth
 from services.worker.mover.pool import INLINE_BYTES, SharedPool
 
 MAX_QUEUED_PUSHES = 1024
 MAX_CONCURRENT_PUSHES = 4
 _MAX_BATCH_BYTES = 64 * 2**20
-_REST_S = 1.0
 _log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What one push has so far: where it went, blocks taken there, and whether more were refused."""
+
+    target: PushTarget | None = None
+    accepted: int = 0
+    refused: bool = False
 
 
 class Pusher:
@@ -37,6 +47,7 @@ class Pusher:
         pool: SharedPool,
         block_format: BlockFormat,
         counters: Counters,
+        health: NodeHealth,
         done: Callable[[PushDone], None],
         *,
         timeout_s: float,
@@ -46,10 +57,10 @@ class Pusher:
         self._pool = pool
         self._format = block_format
         self._counters = counters
+        self._health = health
         self._done = done
         self._timeout_s = timeout_s
         self._target: PushTarget | None = None
-        self._rests_until_s = 0.0
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_PUSHES)
         # Pushes without a PushDone yet.
         self._num_queued = 0
@@ -57,45 +68,46 @@ class Pusher:
     def set_target(self, target: PushTarget) -> None:
         """Push there from now on; an empty location id means nowhere."""
         self._target = target if target.location_id else None
-        self._rests_until_s = 0.0
         _log.info("push target", kvstore_id=target.location_id)
 
     def start(self, message: PushBlocks) -> None:
         """Begin or drop a push."""
         if self._num_queued >= MAX_QUEUED_PUSHES:
-            self._finish(message, 0, len(message.slots))
+            self._finish(message, _Progress())
             return
         self._num_queued += 1
         self._group.create_task(self._run(message))
 
     async def _run(self, message: PushBlocks) -> None:
-        accepted = 0
+        progress = _Progress()
         try:
             async with self._slots:
-                accepted = await self._push_batches(message)
+                await self._push_batches(message, progress)
         except (TransferError, ValueError, IndexError) as error:
-            self._rests_until_s = time.monotonic() + _REST_S
+            if progress.target is not None and isinstance(error, TransferError):
+                self._health.failed(progress.target.location_id, progress.target.epoch, time.monotonic())
             _log.warning("a push failed", blocks=len(message.slots), error=f"{type(error).__name__}: {error}")
         finally:
             self._num_queued -= 1
-            self._finish(message, accepted, len(message.slots) - accepted)
+            self._finish(message, progress)
 
-    async def _push_batches(self, message: PushBlocks) -> int:
+    async def _push_batches(self, message: PushBlocks, progress: _Progress) -> None:
         ids, parents = split_ids(message.ids), split_ids(message.parents)
         if not len(ids) == len(parents) == len(message.slots):
             raise ValueError("ids, parents and slots of a push differ in number")
         step = max(1, min(MAX_PUSH_BLOCKS, _MAX_BATCH_BYTES // self._pool.block_bytes))
-        accepted = 0
+        # One push goes to one node: its parts hang together.
+        target = progress.target = self._target
         for first in range(0, len(ids), step):
-            target = self._target
-            if target is None or time.monotonic() < self._rests_until_s:
-                break
+            if target is None or self._health.rests(target.location_id, target.epoch, time.monotonic()):
+                return
             batch = range(first, min(first + step, len(ids)))
             kept = await self._push(message, ids, parents, batch, target)
-            accepted += kept
+            self._health.worked(target.location_id, target.epoch)
+            progress.accepted += kept
             if kept < len(batch):
-                break
-        return accepted
+                progress.refused = True
+                return
 
     async def _push(
         self, message: PushBlocks, ids: list[BlockId], parents: list[BlockId], batch: range, target: PushTarget
@@ -123,7 +135,9 @@ class Pusher:
         )
         return result.accepted
 
-    def _finish(self, message: PushBlocks, accepted: int, dropped: int) -> None:
-        self._counters.pushed_blocks += accepted
-        self._counters.dropped_pushes += dropped
-        self._done(PushDone(message.key, accepted))
+    def _finish(self, message: PushBlocks, progress: _Progress) -> None:
+        self._counters.pushed_blocks += progress.accepted
+        self._counters.dropped_pushes += len(message.slots) - progress.accepted
+        target = progress.target
+        node = (target.location_id, target.epoch) if target is not None else ("", 0)
+        self._done(PushDone(message.key, progress.accepted, *node, progress.refused))

@@ -26,6 +26,7 @@ from services.worker.messages import (
 )
 from services.worker.mover.config import MoverConfig, MoverSettings
 from services.worker.mover.counters import Counters
+from services.worker.mover.node_health import NodeHealth
 from services.worker.mover.pool import SharedPool
 from services.worker.mover.pulls import Puller
 from services.worker.mover.pushes import Pusher
@@ -63,10 +64,9 @@ async def run_mover(config: MoverConfig, settings: MoverSettings, secret: MeshSe
     front.send(MoverReady(pull_address, grpc_address, endpoint.transport.name))
     try:
         async with asyncio.TaskGroup() as group:
-            puller = Puller(group, endpoint.transport, pool, block_format, counters, engine.send)
-            pusher = Pusher(
-                group, endpoint.transport, pool, block_format, counters, engine.send, timeout_s=settings.push_timeout_s
-            )
+            health = NodeHealth(front.send)
+            parts = (group, endpoint.transport, pool, block_format, counters, health, engine.send)
+            puller, pusher = Puller(*parts), Pusher(*parts, timeout_s=settings.push_timeout_s)
             group.create_task(_obey_engine(engine, puller, pusher, source))
             group.create_task(_obey_front(front, pusher))
             group.create_task(_report(front, counters))

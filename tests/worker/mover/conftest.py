@@ -24,6 +24,7 @@ from services.worker.messages import (
     HolderRun,
     MoverCounters,
     MoverReady,
+    NodeFailing,
     PinBlocks,
     PinnedSlots,
     PullBlocks,
@@ -55,6 +56,7 @@ class MoverProcess:
         self.answers_pins = True
         self.messages: list[PullDone | PushDone | PinBlocks | Unpin] = []
         self.counters: MoverCounters | None = None
+        self.failing: list[NodeFailing] = []
         self.arrived = asyncio.Condition()
         self.ready: MoverReady
 
@@ -113,11 +115,13 @@ class MoverProcess:
                 self.pins.pop(message.key, None)
 
     async def play_front(self) -> None:
-        """Keep the newest counters."""
+        """Keep the newest counters, and which nodes fail."""
         while True:
             message = await self.front.receive()
             if isinstance(message, MoverCounters):
                 self.counters = message
+            elif isinstance(message, NodeFailing):
+                self.failing.append(message)
 
     def end(self) -> None:
         self.process.kill()

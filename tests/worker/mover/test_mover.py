@@ -10,7 +10,7 @@ import pytest
 
 from services.common.blocks import BlockId
 from services.common.transfer.protocol import STOP_EPOCH, PeerAddress, PullResult, Transport
-from services.worker.messages import CancelPull, HolderRun, PullDone, PushDone
+from services.worker.messages import CancelPull, HolderRun, NodeFailing, PullDone, PushDone
 from tests.common.transfer.blocks import EPOCH, chain, payload
 from tests.common.transfer.conftest import StartHolder, start_holder, transport, transport_name
 from tests.common.transfer.test_transports import Pulled, pull
@@ -24,8 +24,10 @@ __all__ = ["start_holder", "start_kvstore", "transport", "transport_name"]
 _ROOT_ID = BlockId(b"r" * 16)
 
 
-def run_at(peer: PeerAddress, first: int, count: int, *, kind: str = "kvstore", epoch: int = EPOCH) -> HolderRun:
-    return HolderRun(kind, "holder", epoch, peer.pull_address, peer.grpc_address, first, count)
+def run_at(
+    peer: PeerAddress, first: int, count: int, *, kind: str = "kvstore", epoch: int = EPOCH, name: str = "holder"
+) -> HolderRun:
+    return HolderRun(kind, name, epoch, peer.pull_address, peer.grpc_address, first, count)
 
 
 def assert_slots(mover: MoverProcess, ids: list[BlockId], slots: list[int]) -> None:
@@ -196,3 +198,28 @@ async def test_pulled_bytes_are_counted_by_transport(
     await mover.done(PullDone, 1)
     expected = {transport_name: 3 * BLOCK_BYTES}
     await eventually(lambda: mover.counters is not None and mover.counters.bytes_by_transport == expected)
+
+
+async def test_a_dead_node_is_reported_and_costs_no_waits(
+    transport_name: str, start_mover: StartMover, start_kvstore: StartKvStore
+) -> None:
+    mover, node = await start_mover(transport_name), start_kvstore(transport_name)
+    ids = chain(2)
+    slots = mover.fill(ids)
+    mover.target("kv-1", node.peer)
+    mover.push(1, ids, [_ROOT_ID, ids[0]], slots, starts=True)
+    assert (await mover.done(PushDone, 1)) == PushDone(1, 2, "kv-1", 0, False)
+    node.end()
+    for key in (2, 3, 4):
+        mover.pull(key, ids, [10, 11], run_at(node.peer, 0, 2, epoch=0, name="kv-1"))
+        assert (await mover.done(PullDone, key)).num_blocks == 0
+    assert (await mover.done(PullDone, 4)).error == "the node rests after failures"
+    mover.push(5, ids, [_ROOT_ID, ids[0]], slots, starts=True)
+    assert (await mover.done(PushDone, 5)) == PushDone(5, 0, "kv-1", 0, False)
+    started_s = time.monotonic()
+    key = 6
+    while not mover.failing and time.monotonic() - started_s < 10:
+        mover.pull(key, ids, [10, 11], run_at(node.peer, 0, 2, epoch=0, name="kv-1"))
+        await mover.done(PullDone, key)
+        key += 1
+    assert mover.failing[0] == NodeFailing("kv-1", 0)
