@@ -21,11 +21,13 @@ BLOCK_ID_BYTES = 16
 BLOCK_TOKENS = 16
 FORMAT_VERSION = 1
 LAYOUT_VERSION = 1
+TENANT_TAG_BYTES = 8
 
 _PART = struct.Struct("<BI")
+_GENERATION = struct.Struct("<Q")
 _TAG_ROOT, _TAG_BLOCK, _TAG_PARENT, _TAG_TOKENS = 1, 2, 3, 4
 _TAG_FORMAT, _TAG_MODEL, _TAG_KV_DTYPE, _TAG_LAYOUT, _TAG_ADAPTER, _TAG_NAMESPACE = 16, 17, 18, 19, 20, 21
-_TAG_TENANT, _TAG_GENERATION, _TAG_SHARED, _TAG_SALT = 32, 33, 34, 35
+_TAG_TENANT, _TAG_GENERATION, _TAG_SHARED, _TAG_SALT, _TAG_CLEARED = 32, 33, 34, 35, 36
 
 
 def tagged(parts: Iterable[tuple[int, bytes]]) -> bytes:
@@ -33,19 +35,41 @@ def tagged(parts: Iterable[tuple[int, bytes]]) -> bytes:
     return b"".join(_PART.pack(tag, len(value)) + value for tag, value in parts)
 
 
-def cache_namespace(*, tenant: str, generation: int, shared: str | None = None, cache_salt: str = "") -> bytes:
-    """Namespace of a request's blocks: its tenant and generation, or a shared namespace, and the optional salt."""
-    owner = (
-        [(_TAG_SHARED, shared.encode())]
-        if shared is not None
-        else [(_TAG_TENANT, tenant.encode()), (_TAG_GENERATION, struct.pack("<Q", generation))]
-    )
+def cache_namespace(
+    *, tenant: str, generation: int, cleared: int = 0, shared: str | None = None, cache_salt: str = ""
+) -> bytes:
+    """Namespace of a request's blocks: its tenant and generations, or a shared namespace, and the optional salt.
+
+    generation: as configured; cleared: of the tenant's latest clearing. Raising either puts older blocks out of reach.
+    """
+    if shared is not None:
+        owner = [(_TAG_SHARED, shared.encode())]
+    else:
+        owner = [(_TAG_TENANT, tenant.encode()), (_TAG_GENERATION, _GENERATION.pack(generation))]
+        owner += [(_TAG_CLEARED, _GENERATION.pack(cleared))] if cleared else []
     return tagged([*owner, (_TAG_SALT, cache_salt.encode())])
 
 
-def owner_digest(key: bytes, *, tenant: str) -> bytes:
-    """16 bytes that name a tenant in block headers without its name."""
-    return blake2b(tagged([(_TAG_TENANT, tenant.encode())]), digest_size=BLOCK_ID_BYTES, key=key).digest()
+def tenant_tag(key: bytes, tenant: str) -> bytes:
+    """8 bytes that stand for a tenant where its name must not appear."""
+    return blake2b(tagged([(_TAG_TENANT, tenant.encode())]), digest_size=BLOCK_ID_BYTES, key=key).digest()[
+        :TENANT_TAG_BYTES
+    ]
+
+
+def owner_digest(key: bytes, *, tenant: str, cleared: int = 0) -> bytes:
+    """16 bytes that name a block's owner in its header: the tenant's tag and the clearing that it came after."""
+    return owner_of(tenant_tag(key, tenant), cleared)
+
+
+def owner_of(tag: bytes, cleared: int) -> bytes:
+    """The owner digest of a tenant's tag and clearing."""
+    return tag + _GENERATION.pack(cleared)
+
+
+def split_owner(owner: bytes) -> tuple[bytes, int]:
+    """Inverse of `owner_of`."""
+    return owner[:TENANT_TAG_BYTES], _GENERATION.unpack_from(owner, TENANT_TAG_BYTES)[0]
 
 
 def block_root(

@@ -125,7 +125,7 @@ class Core:
         """Begin to run a plan; ends with the session."""
         text = self.catalog.text_model(plan.model)
         sampling = _sampling_proto(plan.sampling)
-        owner = owner_digest(self.block_key, tenant=session.tenant.name)
+        owner = owner_digest(self.block_key, tenant=session.tenant.name, cleared=session.tenant.cleared)
         streams = [
             PlacedStream(
                 self.placement,

@@ -30,10 +30,14 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """Whose request it is. Raising the generation makes the tenant's older cache blocks unreachable."""
+    """Whose request it is. Raising either number makes the tenant's older cache blocks unreachable.
+
+    generation: of the keys file. cleared: of the tenant's latest clearing, as the mesh knows it.
+    """
 
     name: str
     generation: int = 0
+    cleared: int = 0
 
 
 def make_plan(
@@ -47,7 +51,12 @@ def make_plan(
         model_digest=view.digest,
         kv_dtype=view.kv_dtype,
         layout_version=view.layout_version,
-        namespace=cache_namespace(tenant=tenant.name, generation=tenant.generation, cache_salt=request.cache_salt),
+        namespace=cache_namespace(
+            tenant=tenant.name,
+            generation=tenant.generation,
+            cleared=tenant.cleared,
+            cache_salt=request.cache_salt,
+        ),
     )
     field = "messages" if request.chat is not None else "prompt"
     tokens = [_tokens(prompt, text, view, field) for prompt in _prompts(request)]

@@ -13,6 +13,7 @@ _sent = _meter.create_counter("kvmesh_kvstore_sent_bytes", description="Payload 
 _pushed = _meter.create_counter("kvmesh_kvstore_pushed_blocks", description="Blocks taken in.")
 _received = _meter.create_counter("kvmesh_kvstore_received_bytes", description="Payload taken in.")
 _evicted = _meter.create_counter("kvmesh_kvstore_evicted_blocks", description="Blocks that went for others.")
+_cleared = _meter.create_counter("kvmesh_kvstore_cleared_blocks", description="Blocks dropped with their owner.")
 _rejected = _meter.create_counter("kvmesh_kvstore_rejected_blocks", description="Offered blocks not kept, by reason.")
 _failed = _meter.create_counter("kvmesh_kvstore_verification_failures", description="Bad blocks dropped, by reason.")
 _leases = _meter.create_up_down_counter("kvmesh_kvstore_open_leases", description="Pulls that hold blocks now.")
@@ -89,6 +90,11 @@ class Totals:
         _stored.add(-blocks, RAM)
         _stored_bytes.add(-num_bytes, RAM)
 
+    def cleared(self, blocks: int, num_bytes: int) -> None:
+        """Blocks went with their owner."""
+        _cleared.add(blocks, RAM)
+        self.held(-blocks, -num_bytes)
+
     def rejected(self, blocks: int, reason: str) -> None:
         """Offered blocks were not kept."""
         if blocks:
@@ -148,6 +154,10 @@ class SsdTotals:
         """Blocks went with their segment."""
         self.reclaimed_blocks += blocks
         _evicted.add(blocks, SSD)
+
+    def cleared(self, blocks: int) -> None:
+        """Blocks went with their owner."""
+        _cleared.add(blocks, SSD)
 
     def failed_verification(self, reason: str) -> None:
         """A block on the SSD is not what was written."""

@@ -19,6 +19,7 @@ from services.common.security import load_mesh_secret
 from services.common.transfer.endpoint import TransferEndpoint
 from services.common.transfer.shm_directory import BlockDirectory, ShownDirectory
 from services.kvstore.arena import Arena
+from services.kvstore.clearing import Clearing
 from services.kvstore.config import KvStoreSettings
 from services.kvstore.errors import StartFailed
 from services.kvstore.ram_tier import RamTier
@@ -53,7 +54,7 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     server = MeshServer(settings.listen, secret=secret)
     server.add(
         kvstore_pb2_grpc.add_KvStoreServicer_to_server,
-        KvStoreServicer(store, instance),
+        KvStoreServicer(store, Clearing(store), instance),
         kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].full_name,
     )
     transfers.attach(server)

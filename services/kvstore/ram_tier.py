@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.common.blocks import BlockId
+from services.common.blocks import TENANT_TAG_BYTES, BlockId, split_owner
 from services.common.transfer.header import NO_OWNER
 from services.common.transfer.shm_directory import BlockDirectory
 from services.kvstore.arena import Arena, Slot
@@ -66,7 +66,7 @@ class RamTier:
         owner_bytes: int = 0,
         directory: BlockDirectory | None = None,
     ) -> None:
-        """owner_bytes: most that one owner may take, its reserved slots included; 0: no limit.
+        """owner_bytes: most that one tenant may take, its reserved slots included; 0: no limit.
 
         directory: lists what is here, for readers that do not ask.
         """
@@ -84,7 +84,7 @@ class RamTier:
         self._ghosts: OrderedDict[BlockId, None] = OrderedDict()
         self._owner_limit = owner_bytes
         self._owner_bytes: dict[bytes, int] = {}
-        # The queued blocks of each owner, kept only where there is a limit.
+        # The queued blocks of each tenant, kept only where there is a limit.
         self._owner_queues: dict[bytes, dict[BlockId, None]] = {}
 
     def __contains__(self, block_id: BlockId) -> bool:
@@ -154,8 +154,8 @@ class RamTier:
     def allocate(self, num_bytes: int, owner: bytes = NO_OWNER) -> tuple[Slot | None, list[Entry]]:
         """A slot, and the blocks that had to go for it, descendants first. The slot is the caller's until `insert`."""
         gone: list[Entry] = []
-        while self._owner_limit and self._owner_bytes.get(owner, 0) + num_bytes > self._owner_limit:
-            own = self._first_unpinned(self._owner_queues.get(owner, ()))
+        while self._owner_limit and self.owner_bytes(owner) + num_bytes > self._owner_limit:
+            own = self._first_unpinned(self._owner_queues.get(_tenant(owner), ()))
             if own is None:
                 return None, gone
             self._evict(own)
@@ -208,15 +208,20 @@ class RamTier:
         return self._entries.get(block_id)
 
     def owner_bytes(self, owner: bytes) -> int:
-        """What an owner takes, reserved slots included."""
-        return self._owner_bytes.get(owner, 0)
+        """What an owner's tenant takes, reserved slots included."""
+        return self._owner_bytes.get(_tenant(owner), 0)
 
-    def clear_owner(self, owner: bytes) -> list[Entry]:
-        """Take an owner's blocks and all below them, lent or not. Returns them, descendants first."""
+    def clear_older(self, owner: bytes) -> list[Entry]:
+        """Take the blocks of a tenant's earlier generations and all below them, lent or not.
+
+        Returns them, descendants first.
+        """
+        tag, generation = split_owner(owner)
         doomed: dict[BlockId, None] = {}
         # Insertion order has parents before children.
         for entry in self._entries.values():
-            if entry.owner == owner or entry.parent_id in doomed:
+            own_tag, own_generation = split_owner(entry.owner)
+            if (own_tag == tag and own_generation < generation) or entry.parent_id in doomed:
                 doomed[entry.block_id] = None
         gone = [self._entries[block_id] for block_id in reversed(doomed)]
         for entry in gone:
@@ -264,21 +269,21 @@ class RamTier:
         if goes_first:
             queue.move_to_end(entry.block_id, last=False)
         if self._owner_limit:
-            self._owner_queues.setdefault(entry.owner, {})[entry.block_id] = None
+            self._owner_queues.setdefault(_tenant(entry.owner), {})[entry.block_id] = None
 
     def _dequeue(self, entry: Entry) -> None:
         (self._main if entry.in_main else self._small).pop(entry.block_id, None)
-        if (own := self._owner_queues.get(entry.owner)) is not None:
+        if (own := self._owner_queues.get(_tenant(entry.owner))) is not None:
             own.pop(entry.block_id, None)
             if not own:
-                del self._owner_queues[entry.owner]
+                del self._owner_queues[_tenant(entry.owner)]
 
     def _charge(self, owner: bytes, num_bytes: int) -> None:
-        left = self._owner_bytes.get(owner, 0) + num_bytes
+        left = self.owner_bytes(owner) + num_bytes
         if left:
-            self._owner_bytes[owner] = left
+            self._owner_bytes[_tenant(owner)] = left
         else:
-            del self._owner_bytes[owner]
+            del self._owner_bytes[_tenant(owner)]
 
     def _promote(self, entry: Entry) -> None:
         entry.in_main = True
@@ -334,3 +339,8 @@ class RamTier:
         self._ghosts[block_id] = None
         while len(self._ghosts) > len(self._entries):
             self._ghosts.popitem(last=False)
+
+
+def _tenant(owner: bytes) -> bytes:
+    """Whose quota an owner counts against, whatever its generation."""
+    return owner[:TENANT_TAG_BYTES]

@@ -8,6 +8,7 @@ import grpc.aio
 from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 from services.common.blocks import BLOCK_ID_BYTES
+from services.kvstore.clearing import Clearing
 from services.kvstore.ssd_layer import SsdLayer
 from services.kvstore.store import Store
 
@@ -15,8 +16,9 @@ from services.kvstore.store import Store
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     """Statistics of one node, and what an operator may do to it."""
 
-    def __init__(self, store: Store, kvstore_id: str) -> None:
+    def __init__(self, store: Store, clearing: Clearing, kvstore_id: str) -> None:
         self._store = store
+        self._clearing = clearing
         self._kvstore_id = kvstore_id
 
     async def Stats(
@@ -44,10 +46,16 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Clear(
         self, request: kvstore_pb2.ClearRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kvstore_pb2.ClearResponse:
-        """Drop an owner's blocks."""
+        """Drop what a tenant's clearing makes old."""
         if len(request.owner_digest) != BLOCK_ID_BYTES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"owner_digest is not {BLOCK_ID_BYTES} bytes")
-        return kvstore_pb2.ClearResponse(ram_blocks=await self._store.clear_owner(request.owner_digest))
+        try:
+            cleared = await self._clearing.clear_older(request.owner_digest)
+        except OSError as error:
+            await context.abort(grpc.StatusCode.ABORTED, f"keys are still there: {type(error).__name__}: {error}")
+        return kvstore_pb2.ClearResponse(
+            ram_blocks=cleared.ram_blocks, ssd_blocks=cleared.ssd_blocks, destroyed_keys=cleared.keys
+        )
 
     async def Replicate(
         self, request: kvstore_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.common.blocks import BlockId
+from services.common.blocks import TENANT_TAG_BYTES, BlockId, split_owner
 from services.kvstore.ssd_format import padded
 from services.kvstore.ssd_log import Place
 
@@ -25,6 +25,11 @@ class SsdEntry:
     place: Place
     hot: bool = False
 
+    @property
+    def tenant(self) -> bytes:
+        """Whose quota it counts against."""
+        return self.owner[:TENANT_TAG_BYTES]
+
 
 class SsdIndex:
     """Entries, and the sums that follow from them."""
@@ -33,9 +38,9 @@ class SsdIndex:
         self._entries: dict[BlockId, SsdEntry] = {}
         self._children: dict[BlockId, dict[BlockId, None]] = {}
         self._segments: dict[int, dict[BlockId, None]] = {}
-        # Blocks without children here, by owner, the oldest first.
+        # Blocks without children here, by tenant, the oldest first.
         self._leaves: dict[bytes, dict[BlockId, None]] = {}
-        self._owner_bytes: dict[bytes, int] = {}
+        self._tenant_bytes: dict[bytes, int] = {}
         self._num_bytes = 0
 
     def __contains__(self, block_id: BlockId) -> bool:
@@ -54,12 +59,18 @@ class SsdIndex:
         return self._entries.get(block_id)
 
     def owner_bytes(self, owner: bytes) -> int:
-        """Payload of an owner's entries."""
-        return self._owner_bytes.get(owner, 0)
+        """Payload of the entries of an owner's tenant."""
+        return self._tenant_bytes.get(owner[:TENANT_TAG_BYTES], 0)
 
     def owned(self, owner: bytes) -> list[BlockId]:
         """Every block of an owner."""
         return [entry.block_id for entry in self._entries.values() if entry.owner == owner]
+
+    def older(self, owner: bytes) -> list[BlockId]:
+        """Every block of earlier generations of an owner's tenant."""
+        tag, generation = split_owner(owner)
+        mine = [entry for entry in self._entries.values() if entry.tenant == tag]
+        return [entry.block_id for entry in mine if split_owner(entry.owner)[1] < generation]
 
     def in_segment(self, segment: int) -> list[SsdEntry]:
         """Entries whose bytes lie in a segment."""
@@ -84,12 +95,12 @@ class SsdIndex:
             return False
         self._entries[entry.block_id] = entry
         self._segments.setdefault(entry.place.segment, {})[entry.block_id] = None
-        self._leaves.setdefault(entry.owner, {})[entry.block_id] = None
+        self._leaves.setdefault(entry.tenant, {})[entry.block_id] = None
         self._count(entry, entry.payload_bytes)
         if parent_id is not None:
             parent = self._entries[parent_id]
             self._children.setdefault(parent_id, {})[entry.block_id] = None
-            self._leaves[parent.owner].pop(parent_id, None)
+            self._leaves[parent.tenant].pop(parent_id, None)
         return True
 
     def move(self, block_id: BlockId, old: Place, new: Place) -> None:
@@ -129,8 +140,9 @@ class SsdIndex:
         return list(kept.values())
 
     def quota_victim(self, owner: bytes, spared: Collection[BlockId]) -> BlockId | None:
-        """The owner's oldest block that nothing hangs on."""
-        return next((block_id for block_id in self._leaves.get(owner, ()) if block_id not in spared), None)
+        """The oldest block of the owner's tenant that nothing hangs on."""
+        leaves = self._leaves.get(owner[:TENANT_TAG_BYTES], ())
+        return next((block_id for block_id in leaves if block_id not in spared), None)
 
     def clear(self) -> list[BlockId]:
         """Take everything."""
@@ -149,7 +161,7 @@ class SsdIndex:
         leaves = {block_id for ids in self._leaves.values() for block_id in ids}
         assert leaves == set(self._entries) - set(children)
         assert self._num_bytes == sum(entry.payload_bytes for entry in self._entries.values())
-        assert sum(self._owner_bytes.values()) == self._num_bytes
+        assert sum(self._tenant_bytes.values()) == self._num_bytes
 
     def _subtree(self, block_id: BlockId) -> list[BlockId]:
         """Parents before children."""
@@ -174,9 +186,9 @@ class SsdIndex:
     def _drop(self, block_id: BlockId) -> None:
         entry = self._entries.pop(block_id)
         self._leave_segment(entry)
-        self._leaves[entry.owner].pop(block_id, None)
-        if not self._leaves[entry.owner] and self._owner_bytes[entry.owner] == entry.payload_bytes:
-            del self._leaves[entry.owner]
+        self._leaves[entry.tenant].pop(block_id, None)
+        if not self._leaves[entry.tenant] and self._tenant_bytes[entry.tenant] == entry.payload_bytes:
+            del self._leaves[entry.tenant]
         self._count(entry, -entry.payload_bytes)
         if entry.parent_id is None:
             return
@@ -185,7 +197,7 @@ class SsdIndex:
         if not siblings:
             del self._children[entry.parent_id]
             parent = self._entries[entry.parent_id]
-            self._leaves.setdefault(parent.owner, {})[entry.parent_id] = None
+            self._leaves.setdefault(parent.tenant, {})[entry.parent_id] = None
 
     def _leave_segment(self, entry: SsdEntry) -> None:
         ids = self._segments[entry.place.segment]
@@ -195,8 +207,8 @@ class SsdIndex:
 
     def _count(self, entry: SsdEntry, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        left = self._owner_bytes.get(entry.owner, 0) + num_bytes
+        left = self._tenant_bytes.get(entry.tenant, 0) + num_bytes
         if left:
-            self._owner_bytes[entry.owner] = left
+            self._tenant_bytes[entry.tenant] = left
         else:
-            self._owner_bytes.pop(entry.owner, None)
+            self._tenant_bytes.pop(entry.tenant, None)

@@ -59,8 +59,8 @@ class OwnerKeys:
 
     @property
     def owners(self) -> list[bytes]:
-        """Whoever has a key."""
-        return list(self._keys)
+        """Whoever has a key in the file, also one that could not be destroyed."""
+        return list(self._slots)
 
     def find(self, owner: bytes, key_id: bytes) -> OwnerKey | None:
         """The owner's key if it is still this one."""

@@ -91,7 +91,7 @@ class SsdLayer:
     def cleared(self, entries: Sequence[Entry]) -> set[BlockId]:
         """RAM has dropped these with their owner: they are not written any more. Returns which are here still."""
         for entry in entries:
-            self.spiller.evicted(entry.block_id)
+            self.spiller.withdraw(entry.block_id)
         return {entry.block_id for entry in entries if entry.block_id in self.tier}
 
     async def flush(self, timeout_s: float) -> None:

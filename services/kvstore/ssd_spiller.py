@@ -52,9 +52,15 @@ class SsdSpiller:
 
     def evicted(self, block_id: BlockId) -> None:
         """RAM has given this block up."""
-        if block_id in self._queue:
-            del self._queue[block_id]
+        if self.withdraw(block_id):
             self._ssd.totals.dropped(1)
+
+    def withdraw(self, block_id: BlockId) -> bool:
+        """A block is not to be written any more; whether it waited."""
+        if block_id not in self._queue:
+            return False
+        del self._queue[block_id]
+        return True
 
     async def caught_up(self, timeout_s: float) -> None:
         """Wait for the disk, at most this long, while so much of a full RAM tier is unwritten that it would be lost."""

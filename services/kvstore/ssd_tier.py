@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import structlog
 
-from services.common.blocks import BlockId
+from services.common.blocks import BlockId, owner_of, split_owner
 from services.kvstore.metrics import SsdTotals
 from services.kvstore.ssd_frames import FRAME_BYTES, frame_bytes, frames, places_bytes
 from services.kvstore.ssd_index import SsdEntry, SsdIndex
@@ -33,6 +33,9 @@ _COPIED_FRACTION = 0.5
 _FRAME_FRACTION = 0.375
 # A read or a write that takes longer ends the tier.
 _READ_TIMEOUT_S, _WRITE_TIMEOUT_S = 2.0, 30.0
+# Longest that destroying keys may take, the wait for a write before it included.
+_DESTROY_TIMEOUT_S = 10.0
+_CLOSED = "closed"
 # Owners without blocks that lose their keys at once when others need the slots.
 _IDLE_OWNERS = 32
 _log = structlog.get_logger()
@@ -74,7 +77,7 @@ class SsdTier:
         max_age_s: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """owner_bytes: most payload of one owner, 0: no limit. max_age_s: 0: no limit."""
+        """owner_bytes: most payload of one tenant, 0: no limit. max_age_s: 0: no limit."""
         self.totals = SsdTotals()
         self.max_age_s = max_age_s
         self._log = log
@@ -209,7 +212,12 @@ class SsdTier:
                 return 0
             if self._off:
                 return 0
-            stored = [spill for spill, place in zip(wanted, places, strict=True) if self._insert(spill, place)]
+            # What was cleared meanwhile does not come to be here.
+            stored = [
+                spill
+                for spill, place in zip(wanted, places, strict=True)
+                if spill.is_wanted() and self._insert(spill, place)
+            ]
             num_bytes = sum(len(spill.block.payload) for spill in stored)
             self.totals.spilled(len(stored), num_bytes, time.monotonic() - started_s)
             return len(stored)
@@ -225,22 +233,36 @@ class SsdTier:
                 if not self._index.in_segment(segment):
                     await self._guarded(self._remove_segment(segment))
 
-    async def clear_owner(self, owner: bytes, clear_ram: Callable[[], int]) -> int:
-        """Destroy an owner's key and drop its blocks: nobody can read them again.
+    def drop_older(self, owner: bytes) -> int:
+        """Drop the blocks of earlier generations of an owner's tenant; how many went. Their keys are still there."""
+        gone = len(self._drop(self._index.older(owner)))
+        self.totals.cleared(gone)
+        return gone
 
-        clear_ram: called first, while nothing is being written. Returns what it returns.
+    async def destroy_older_keys(self, owner: bytes) -> int:
+        """Destroy the keys of earlier generations of an owner's tenant: nobody can read what was under them.
+
+        Also where the tier was switched off: a restart would find the blocks. Returns how many there were. Raises
+        OSError, TimeoutError included; then calling it again may help.
         """
-        async with self._writing:
-            num_cleared = clear_ram()
-            self._drop(self._index.owned(owner))
-            if self.is_on:
-                await self._guarded(self._in_writer(lambda: self._log.keys.destroy(owner)))
-            return num_cleared
+        tag, generation = split_owner(owner)
+        async with asyncio.timeout(_DESTROY_TIMEOUT_S), self._writing:
+            if self._off == _CLOSED:
+                raise OSError("the ssd tier is closed")
+            owners = [split_owner(one) for one in self._log.keys.owners]
+            dead = [owner_of(*one) for one in owners if one[0] == tag and one[1] < generation]
+            for one in dead:
+                try:
+                    await self._in_writer(lambda one=one: self._log.keys.destroy(one))  # type: ignore[misc]
+                except OSError as error:
+                    self.switch_off(error)
+                    raise
+            return len(dead)
 
     async def close(self) -> None:
         """Wait for what runs and close the files; what was stored stays."""
         async with self._writing:
-            self._off = self._off or "closed"
+            self._off = _CLOSED
             await asyncio.to_thread(self._shut_down)
 
     def check(self) -> None:
@@ -308,12 +330,13 @@ class SsdTier:
         planned: dict[bytes, int] = {}
         for spill in spills:
             owner, size = spill.block.owner, len(spill.block.payload)
-            while self._index.owner_bytes(owner) + planned.get(owner, 0) + size > self._owner_limit:
+            tenant = split_owner(owner)[0]
+            while self._index.owner_bytes(owner) + planned.get(tenant, 0) + size > self._owner_limit:
                 victim = self._index.quota_victim(owner, spared)
                 if victim is None:
                     return fitting
                 self._drop([victim])
-            planned[owner] = planned.get(owner, 0) + size
+            planned[tenant] = planned.get(tenant, 0) + size
             fitting.append(spill)
         return fitting
 

@@ -16,6 +16,7 @@ import structlog
 
 from services.common.announcements import Tier
 from services.common.blocks import BlockId
+from services.common.generations import Generations
 from services.common.transfer.errors import BlockInvalid
 from services.common.transfer.header import BlockHeader, decode_header, verify_payload
 from services.common.transfer.protocol import (
@@ -36,6 +37,8 @@ from services.kvstore.ssd_tier import SsdTier
 
 # Checksums of this much run on the event loop (about a quarter of a millisecond); more goes to a thread.
 _INLINE_BYTES = 2 * 2**20
+# Why blocks of an owner that has been cleared since are refused.
+CLEARED = "cleared"
 _log = structlog.get_logger()
 
 
@@ -66,6 +69,8 @@ class Store:
     ) -> None:
         self.epoch = epoch
         self.totals = Totals()
+        # Blocks of dead owners are taken neither from an offer nor from one that is under way.
+        self.generations = Generations()
         self.ssd: SsdLayer | None = None
         self._ram = ram
         self._announcements = announcements
@@ -110,29 +115,26 @@ class Store:
         current = epoch in (0, self.epoch)
         offered = self._decode(headers) if current else []
         self.totals.rejected(len(headers) - len(offered), "invalid" if current else "epoch")
+        if any(self.generations.is_dead(block.header.owner_digest) for block in offered):
+            self.totals.rejected(len(offered), CLEARED)
+            offered = []
         if self.ssd is not None and offered:
             await self.ssd.prepare(None if offered[0].header.starts_chain else offered[0].header.parent_id)
         ids = [block.header.block_id for block in offered]
         num_held = next((i for i, block_id in enumerate(ids) if block_id not in self._ram), len(ids))
         reservation = StoreReservation(
-            self._ram, offered, num_held, self._allocate, self._kept, created_s=int(self._clock())
+            self._ram, offered, num_held, self._allocate, self._kept, self._overtaken, created_s=int(self._clock())
         )
         self.totals.rejected(len(offered) - num_held - len(reservation.buffers), "no parent or no room")
         return reservation
 
-    async def clear_owner(self, owner: bytes) -> int:
-        """Drop an owner's blocks from both tiers and destroy its key. Returns how many RAM blocks went."""
-        if self.ssd is None:
-            return self._clear_ram(owner)
-        return await self.ssd.tier.clear_owner(owner, lambda: self._clear_ram(owner))
-
-    def _clear_ram(self, owner: bytes) -> int:
-        gone = self._ram.clear_owner(owner)
-        self.totals.evicted(len(gone), sum(entry.slot.num_bytes for entry in gone))
+    def drop_older(self, owner: bytes) -> tuple[int, int]:
+        """Drop the blocks of earlier generations of an owner's tenant; how many went from RAM and from the SSD."""
+        gone = self._ram.clear_older(owner)
+        self.totals.cleared(len(gone), sum(entry.slot.num_bytes for entry in gone))
         below = self.ssd.cleared(gone) if self.ssd is not None else set()
         self._announcements.remove([entry.block_id for entry in gone if entry.block_id not in below])
-        _log.info("an owner was cleared", ram_blocks=len(gone))
-        return len(gone)
+        return len(gone), self.ssd.tier.drop_older(owner) if self.ssd is not None else 0
 
     def _lend(self, request: PullRequest, ram: list[Entry], ssd: list[Entry], stop: str) -> StoreLease:
         self.totals.leased(len(ram), len(ssd), len(request.ids) - len(ram) - len(ssd))
@@ -157,6 +159,13 @@ class Store:
         for reason in faults:
             self.totals.failed_verification(reason)
             _log.warning("an offered block failed verification", reason=reason)
+
+    def _overtaken(self, blocks: Sequence[Offered]) -> bool:
+        """Whether the owner of arrived blocks was cleared while they were under way."""
+        if not any(self.generations.is_dead(block.header.owner_digest) for block in blocks):
+            return False
+        self.totals.rejected(len(blocks), CLEARED)
+        return True
 
     def _promoted(self, entries: Sequence[SsdEntry]) -> None:
         self.totals.held(len(entries), sum(entry.payload_bytes for entry in entries))
@@ -191,10 +200,12 @@ class StoreReservation:
         num_held: int,
         allocate: Allocate,
         kept: Kept,
+        overtaken: Callable[[Sequence[Offered]], bool],
         *,
         created_s: int,
     ) -> None:
         self.num_held = num_held
+        self._overtaken = overtaken
         self._created_s = created_s
         self._ram = ram
         self._kept = kept
@@ -207,6 +218,8 @@ class StoreReservation:
         """As `Reservation.commit`."""
         try:
             reasons = await self._verify()
+            if self._overtaken([block for block, _ in self._new]):
+                return 0
             return self.num_held + self._insert(reasons)
         finally:
             self.abandon()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.announcements import Tier
-from services.common.blocks import BlockId
+from services.common.blocks import TENANT_TAG_BYTES, BlockId, owner_of
 from services.common.security import MeshSecret
 from services.common.transfer.header import decode_header, verify_payload
 from services.common.transfer.protocol import PullRequest
@@ -19,7 +19,7 @@ from services.kvstore.ram_tier import RamTier
 from services.kvstore.ssd_files import WRITE_BYTES
 from services.kvstore.ssd_layer import SsdLayer
 from services.kvstore.ssd_setup import open_log
-from services.kvstore.store import Store
+from services.kvstore.store import Store, StoreReservation
 from tests.common.transfer.blocks import SECRET, header, payload
 
 BLOCK_BYTES = 192 * 64
@@ -85,14 +85,24 @@ async def opened(
         await layer.close()
 
 
-async def push(store: Store, ids: list[BlockId], *, first: int = 0, owner: bytes = bytes(16)) -> int:
-    """Offer blocks `first` on of a chain; how many of its blocks are held then."""
+def owner(letter: str, generation: int = 0) -> bytes:
+    """An owner digest of a tenant that a letter stands for."""
+    return owner_of(letter.encode() * TENANT_TAG_BYTES, generation)
+
+
+async def offer(store: Store, ids: list[BlockId], *, first: int = 0, owner: bytes = bytes(16)) -> StoreReservation:
+    """Blocks `first` on of a chain, offered and arrived."""
     data = [payload(block_id, BLOCK_BYTES) for block_id in ids[first:]]
     headers = [header(ids, first + i, block, owner) for i, block in enumerate(data)]
     reservation = await store.reserve(headers, 0)
     for buffer, block in zip(reservation.buffers, data[reservation.num_held :], strict=False):
         buffer[:] = block
-    return await reservation.commit()
+    return reservation
+
+
+async def push(store: Store, ids: list[BlockId], *, first: int = 0, owner: bytes = bytes(16)) -> int:
+    """Offer blocks `first` on of a chain and have them kept; how many of its blocks are held then."""
+    return await (await offer(store, ids, first=first, owner=owner)).commit()
 
 
 async def pull(store: Store, ids: list[BlockId], deadline_s: float = 20.0) -> list[str]:

@@ -20,9 +20,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from services.common.announcements import Tier
 from services.common.blocks import BlockId
 from services.common.transfer.protocol import PullRequest
-from services.kvstore.store import StoreLease
+from services.kvstore.clearing import Clearing
+from services.kvstore.store import StoreLease, StoreReservation
 from tests.common.transfer.blocks import chain, payload
-from tests.kvstore.ssd import BLOCK_BYTES, Opened, flushed, opened, pull, push
+from tests.kvstore.ssd import BLOCK_BYTES, Opened, flushed, offer, opened, owner, pull, push
 
 _R = TypeVar("_R")
 _MAX_BLOCKS = 10
@@ -30,8 +31,9 @@ _MAX_BLOCKS = 10
 _OWNERS = 3
 
 
-def owner_of(number: int) -> bytes:
-    return bytes([number % _OWNERS + 1]) * 16
+def letter_of(number: int) -> str:
+    """Whose a chain is."""
+    return "abc"[number % _OWNERS]
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -43,10 +45,12 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="kvmesh-test-"))
         self.loop = asyncio.new_event_loop()
-        self.model: dict[BlockId, bytes] = {}
+        self.model: dict[BlockId, str] = {}
         self.leased: list[tuple[StoreLease, list[BlockId]]] = []
         self.path = self.folder / "0"
         self.encrypt = True
+        self.generations = dict.fromkeys("abc", 0)
+        self.offers: list[tuple[StoreReservation, list[BlockId], str, int]] = []
 
     @initialize(encrypt=st.booleans())
     def open(self, encrypt: bool) -> None:
@@ -56,11 +60,18 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.context = opened(self.path, ssd_encrypt=self.encrypt, owner_ssd_bytes=50 * BLOCK_BYTES)
         self.one: Opened = self.run(self.context.__aenter__())
+        self.clearing = Clearing(self.one.store)
+        # As a node does before anybody is told what it holds.
+        for letter, generation in self.generations.items():
+            self.run(self.clearing.clear_older(owner(letter, generation)))
 
     def stop(self) -> None:
         for lease, _ in self.leased:
             lease.release(0, "")
         self.leased.clear()
+        for reservation, *_ in self.offers:
+            reservation.abandon()
+        self.offers.clear()
         self.run(self.context.__aexit__(None, None, None))
 
     def run(self, work: Coroutine[object, object, _R]) -> _R:
@@ -73,8 +84,34 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 11), first=st.integers(0, 3), count=st.integers(1, _MAX_BLOCKS))
     def put(self, number: int, first: int, count: int) -> None:
         ids = chain(max(first + 1, count), number)
-        held = self.run(push(self.one.store, ids, first=first, owner=owner_of(number)))
-        self.model.update((block_id, owner_of(number)) for block_id in ids[first : first + held])
+        held = self.run(push(self.one.store, ids, first=first, owner=self.owner_of(number)))
+        self.model.update((block_id, letter_of(number)) for block_id in ids[first : first + held])
+
+    def owner_of(self, number: int) -> bytes:
+        return owner(letter_of(number), self.generations[letter_of(number)])
+
+    @rule(number=st.integers(0, 11), count=st.integers(1, _MAX_BLOCKS))
+    def offer(self, number: int, count: int) -> None:
+        letter, ids = letter_of(number), chain(count, number)
+        if len(self.offers) < 3:
+            reservation = self.run(offer(self.one.store, ids, owner=self.owner_of(number)))
+            self.offers.append((reservation, ids, letter, self.generations[letter]))
+
+    @rule()
+    def commit(self) -> None:
+        """What was offered before a clearing does not come to be here after it."""
+        for reservation, ids, letter, generation in self.offers:
+            held = self.run(reservation.commit())
+            assert not held or generation == self.generations[letter]
+            self.model.update((block_id, letter) for block_id in ids[:held])
+        self.offers.clear()
+
+    @rule(number=st.integers(0, 11), count=st.integers(1, _MAX_BLOCKS))
+    def put_late(self, number: int, count: int) -> None:
+        letter = letter_of(number)
+        if self.generations[letter]:
+            late = owner(letter, self.generations[letter] - 1)
+            assert self.run(push(self.one.store, chain(count, number), owner=late)) == 0
 
     @rule(number=st.integers(0, 11), first=st.integers(0, 1))
     def get(self, number: int, first: int) -> None:
@@ -104,18 +141,18 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(number=st.integers(20, 40))
     def evict(self, number: int) -> None:
         ids = chain(8, number)
-        held = self.run(push(self.one.store, ids, owner=owner_of(number)))
-        self.model.update((block_id, owner_of(number)) for block_id in ids[:held])
+        held = self.run(push(self.one.store, ids, owner=self.owner_of(number)))
+        self.model.update((block_id, letter_of(number)) for block_id in ids[:held])
 
     @rule()
     def flush(self) -> None:
         self.run(flushed(self.one))
 
-    @rule(owner=st.integers(1, _OWNERS))
-    def clear(self, owner: int) -> None:
-        digest = bytes([owner]) * 16
-        self.run(self.one.store.clear_owner(digest))
-        self.model = {block_id: kept for block_id, kept in self.model.items() if kept != digest}
+    @rule(letter=st.sampled_from("abc"))
+    def clear(self, letter: str) -> None:
+        self.generations[letter] += 1
+        self.run(self.clearing.clear_older(owner(letter, self.generations[letter])))
+        self.model = {block_id: kept for block_id, kept in self.model.items() if kept != letter}
 
     @rule()
     def restart(self) -> None:

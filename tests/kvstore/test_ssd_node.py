@@ -10,13 +10,12 @@ from typing import cast
 from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 from services.common.announcements import Tier
-from services.common.blocks import BlockId
+from services.common.blocks import TENANT_TAG_BYTES, BlockId, owner_of
 from services.common.keys import KeySpace, location_key
 from services.common.redis_client import connect_redis
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
 from services.common.transfer.grpc_client import GrpcTransport
-from services.common.transfer.header import NO_OWNER
 from services.common.transfer.protocol import Transport
 from tests.common.transfer.blocks import SECRET, chain
 from tests.common.transfer.conftest import transport, transport_name
@@ -109,8 +108,12 @@ async def test_what_ram_holds_is_written_before_a_node_ends(start_kvstore: Start
     async with open_channel(node.ready["address"]) as channel:
         stub = kvstore_pb2_grpc.KvStoreStub(channel)
         secret = call_metadata(MeshSecret(SECRET))
-        await stub.Clear(kvstore_pb2.ClearRequest(owner_digest=NO_OWNER), metadata=secret, timeout=5)
+        request = kvstore_pb2.ClearRequest(owner_digest=owner_of(bytes(TENANT_TAG_BYTES), 1))
+        answer = await stub.Clear(request, metadata=secret, timeout=5)
+        assert (answer.ram_blocks, answer.ssd_blocks, answer.destroyed_keys) == (10, 10, 1)
     assert await tiers(client, node, chain(10)) == []
+    assert (await push(client, node, chain(10))).accepted == 0
+    assert (await stats(node)).rejected_blocks > 0
     await client.close()
 
 

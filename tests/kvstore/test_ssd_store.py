@@ -19,7 +19,7 @@ from services.common.transfer.protocol import STOP_DEADLINE, PullRequest
 from services.kvstore.errors import StartFailed
 from services.kvstore.ssd_setup import open_log
 from tests.common.transfer.blocks import SECRET, chain, payload
-from tests.kvstore.ssd import BLOCK_BYTES, SEGMENT_BYTES, Opened, flushed, opened, pull, push, settings
+from tests.kvstore.ssd import BLOCK_BYTES, SEGMENT_BYTES, Opened, flushed, opened, owner, pull, push, settings
 from tests.support.waiting import eventually
 
 
@@ -126,43 +126,27 @@ async def test_files_are_private_and_encrypted(tmp_path: Path) -> None:
         assert await pull(one.store, chain(8)) == ["ssd"] * 8
 
 
-async def test_clearing_an_owner_is_final(tmp_path: Path) -> None:
-    first, second = b"a" * 16, b"b" * 16
-    mine, other = chain(8, 1), chain(8, 2)
-    for encrypt in (True, False):
-        path = tmp_path / str(encrypt)
-        async with opened(path, ssd_encrypt=encrypt) as one:
-            await push(one.store, mine, owner=first)
-            await push(one.store, other, owner=second)
-            await flushed(one)
-            lease = await one.store.lease(PullRequest(mine, 0, 5.0))
-            await one.store.clear_owner(first)
-            assert await pull(one.store, mine) == []
-            lease.release(8, "")
-            assert len(await pull(one.store, other)) == 8
-            assert set(one.announced.tiers) == set(other)
-            assert one.ram.owner_bytes(first) == 0
-            one.ram.check()
-        async with opened(path, ssd_encrypt=encrypt) as one:
-            assert await pull(one.store, mine) == []
-            assert len(await pull(one.store, other)) == 8
-
-
 async def test_owners_stay_within_their_quotas(tmp_path: Path) -> None:
     quota = 6 * BLOCK_BYTES
     async with opened(tmp_path, ram_owner_bytes=quota, owner_ssd_bytes=2 * quota) as one:
         other = chain(4, 100)
-        await push(one.store, other, owner=b"b" * 16)
+        await push(one.store, other, owner=owner("b"))
         await flushed(one)
         for number in range(8):
-            await push(one.store, chain(5, number), owner=b"a" * 16)
+            # A tenant's generations share its quota.
+            await push(one.store, chain(5, number), owner=owner("a", number))
             await flushed(one)
-            assert one.ram.owner_bytes(b"a" * 16) <= quota
+            assert one.ram.owner_bytes(owner("a")) <= quota
         assert one.layer.tier.statistics().num_bytes <= 2 * quota + 4 * BLOCK_BYTES
         assert await pull(one.store, other) == ["ram"] * 4
         one.layer.tier.check()
+        one.ram.check()
     async with opened(tmp_path, owner_ssd_bytes=quota) as one:
         assert len(await pull(one.store, other)) == 4
+        assert one.layer.tier.statistics().num_bytes <= quota + 4 * BLOCK_BYTES
+        # What is there already counts against what comes now.
+        await push(one.store, chain(5, 9), owner=owner("a", 9))
+        await flushed(one)
         assert one.layer.tier.statistics().num_bytes <= quota + 4 * BLOCK_BYTES
         one.layer.tier.check()
 

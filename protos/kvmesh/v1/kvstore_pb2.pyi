@@ -202,7 +202,7 @@ class ClearRequest(_message.Message):
 
     OWNER_DIGEST_FIELD_NUMBER: _builtins.int
     owner_digest: _builtins.bytes
-    """16 bytes, as block headers carry it."""
+    """16 bytes, as block headers carry it: of the tenant's generation that begins."""
     def __init__(
         self,
         *,
@@ -218,18 +218,26 @@ Global___ClearRequest: _TypeAlias = ClearRequest  # noqa: Y015
 
 @_typing.final
 class ClearResponse(_message.Message):
+    """What this clearing has taken so far, however often and by whom it was asked for."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RAM_BLOCKS_FIELD_NUMBER: _builtins.int
+    SSD_BLOCKS_FIELD_NUMBER: _builtins.int
+    DESTROYED_KEYS_FIELD_NUMBER: _builtins.int
     ram_blocks: _builtins.int
+    ssd_blocks: _builtins.int
+    destroyed_keys: _builtins.int
     def __init__(
         self,
         *,
         ram_blocks: _builtins.int = ...,
+        ssd_blocks: _builtins.int = ...,
+        destroyed_keys: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ram_blocks", b"ram_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destroyed_keys", b"destroyed_keys", "ram_blocks", b"ram_blocks", "ssd_blocks", b"ssd_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,7 +61,8 @@ class KvStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under.
+        """Drops a tenant's blocks of earlier generations from RAM and SSD, destroys the keys that the latter are encrypted
+        under, and has the node refuse such blocks from now on. ABORTED when a key could not be destroyed: ask again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

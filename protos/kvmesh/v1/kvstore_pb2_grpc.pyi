@@ -33,7 +33,9 @@ class KvStoreStub:
     def __new__(cls, channel: _aio.Channel) -> KvStoreAsyncStub: ...
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
     Clear: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]
-    """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under."""
+    """Drops a tenant's blocks of earlier generations from RAM and SSD, destroys the keys that the latter are encrypted
+    under, and has the node refuse such blocks from now on. ABORTED when a key could not be destroyed: ask again.
+    """
     Replicate: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]
     """Asks the node to pull the leading blocks of a chain from another node and to keep them. Answers at once."""
 
@@ -42,7 +44,9 @@ class KvStoreAsyncStub(KvStoreStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
     Clear: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]  # type: ignore[assignment]
-    """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under."""
+    """Drops a tenant's blocks of earlier generations from RAM and SSD, destroys the keys that the latter are encrypted
+    under, and has the node refuse such blocks from now on. ABORTED when a key could not be destroyed: ask again.
+    """
     Replicate: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReplicateRequest, _kvstore_pb2.ReplicateResponse]  # type: ignore[assignment]
     """Asks the node to pull the leading blocks of a chain from another node and to keep them. Answers at once."""
 
@@ -60,7 +64,9 @@ class KvStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.ClearRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ClearResponse, _abc.Awaitable[_kvstore_pb2.ClearResponse]]:
-        """Drops an owner's blocks from RAM and SSD and destroys the key that the latter are encrypted under."""
+        """Drops a tenant's blocks of earlier generations from RAM and SSD, destroys the keys that the latter are encrypted
+        under, and has the node refuse such blocks from now on. ABORTED when a key could not be destroyed: ask again.
+        """
 
     @_abc_1.abstractmethod
     def Replicate(

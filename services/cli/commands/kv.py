@@ -16,6 +16,7 @@ from services.cli.commands.arguments import StateOption
 from services.cli.commands.ctl import JsonOption, SecretOption, local_addresses, mesh_secret, row, show_rows
 from services.cli.errors import CliError
 from services.common.blocks import owner_digest
+from services.common.registry import new_epoch
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
 
@@ -56,7 +57,7 @@ def clear(
 ) -> None:
     """Drop a tenant's blocks from every node and destroy the key of those on SSD."""
     secret = mesh_secret(secret_file, state)
-    request = kvstore_pb2.ClearRequest(owner_digest=owner_digest(secret.block_key, tenant=tenant))
+    request = kvstore_pb2.ClearRequest(owner_digest=owner_digest(secret.block_key, tenant=tenant, cleared=new_epoch()))
 
     def ask(stub: kvstore_pb2_grpc.KvStoreAsyncStub, secret: MeshSecret) -> Awaitable[kvstore_pb2.ClearResponse]:
         return stub.Clear(request, timeout=_TIMEOUT_S, metadata=call_metadata(secret))
