@@ -101,12 +101,15 @@ class BlockPool:
             heapq.heapify(self._leaves)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` slots with one reference each, evicting as needed; None, and nothing changed, if too few."""
+        """`count` slots with one reference each, evicting as needed; None, and nothing changed, if too few.
+
+        In order of memory: blocks that adjoin move between processes as one.
+        """
         if count > self.num_available:
             return None
         while len(self._free) < count:
             self._evict_one()
-        slots = [self._free.pop() for _ in range(count)]
+        slots = sorted(self._free.pop() for _ in range(count))
         for slot in slots:
             self._refs[slot] = 1
         return slots

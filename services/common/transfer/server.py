@@ -49,7 +49,7 @@ class TransferServer(ABC, Generic[C]):
         self._closing = False
 
     @abstractmethod
-    def _served_pull(self, session: Session[C], number: int, request: PullRequest) -> ServedPull[C]:
+    def _served_pull(self, session: Session[C], message: wire.Pull, request: PullRequest) -> ServedPull[C]:
         """How a pull is answered here."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class TransferServer(ABC, Generic[C]):
         if self._closing or self._num_operations >= MAX_OPERATIONS:
             session.connection.send(wire.PullEnd(message.op, 0, STOP_OVERLOAD))
             return
-        pull = self._served_pull(session, message.op, request)
+        pull = self._served_pull(session, message, request)
         self._spawn(self._operation(session.connection, pull.run(self._source)))
 
     def spawn_push(self, session: Session[C], message: wire.Offer | wire.ShownOffer) -> None:

@@ -89,9 +89,9 @@ class ShmServer(TransferServer[ShmConnection]):
             self._directory.was_read(request, duration_s)
 
     def _served_pull(
-        self, session: Session[ShmConnection], number: int, request: PullRequest
+        self, session: Session[ShmConnection], message: wire.Pull, request: PullRequest
     ) -> ServedPull[ShmConnection]:
-        return _ServedPull(session, number, request, self._regions)
+        return _ServedPull(session, message.op, request, self._regions)
 
     async def _serve_push(self, connection: ShmConnection, message: wire.Offer | wire.ShownOffer) -> None:
         if not isinstance(message, wire.ShownOffer) or len(message.places) != len(message.headers):

@@ -25,6 +25,7 @@ from services.common.transfer.protocol import (
     PushResult,
 )
 from services.common.transfer.ucx_connection import UcxConnection
+from services.common.transfer.ucx_groups import Extent, run_lengths, span
 from services.common.transfer.ucx_reactor import UcxReactor
 
 
@@ -44,9 +45,16 @@ class UcxTransport:
         """As `Transport.pull`."""
         connected = await self._peers.get(peer.pull_address, request.deadline_s)
         number = connected.next_number()
-        operation = _PullOperation(connected.connection, number, buffers, on_block)
+        extents = [connected.connection.endpoint.extent(buffer) for buffer in buffers]
+        operation = _PullOperation(connected.connection, number, buffers, extents, on_block)
         message = wire.Pull(
-            number, join_ids(request.ids), request.epoch, request.deadline_s, request.traceparent, request.request_id
+            number,
+            join_ids(request.ids),
+            request.epoch,
+            request.deadline_s,
+            request.traceparent,
+            request.request_id,
+            run_lengths(extents),
         )
         return await connected.run(number, operation, message, request.deadline_s)
 
@@ -73,7 +81,12 @@ class _PullOperation:
     """Counts buffers that UCX holds; `done` waits for zero."""
 
     def __init__(
-        self, connection: UcxConnection, number: int, buffers: Sequence[memoryview], on_block: OnBlock
+        self,
+        connection: UcxConnection,
+        number: int,
+        buffers: Sequence[memoryview],
+        extents: Sequence[Extent],
+        on_block: OnBlock,
     ) -> None:
         self.done: Outcome[PullResult] = Outcome()
         self._outstanding = 0
@@ -81,9 +94,11 @@ class _PullOperation:
         self._connection = connection
         self._number = number
         self._buffers = buffers
+        self._extents = extents
         self._on_block = on_block
         self._announced: list[tuple[bytes, str]] = []
-        self._arrived: set[int] = set()
+        # Groups of blocks that have come before earlier ones: first block to number of blocks.
+        self._arrived: dict[int, int] = {}
         self._reported = 0
         self._end: wire.PullEnd | None = None
         self._error: TransferError | None = None
@@ -113,27 +128,41 @@ class _PullOperation:
         first, count = message.first, len(message.headers)
         if first != len(self._announced) or first + count > len(self._buffers) or count != len(message.tiers):
             raise ProtocolViolation("blocks that were not asked for")
+        groups = message.groups or [1] * count
+        if min(groups, default=0) < 1 or sum(groups) != count:
+            raise ProtocolViolation("groups that are not of these blocks")
+        targets = self._targets(first, groups)
         self._announced.extend(zip(message.headers, message.tiers, strict=True))
-        for offset in range(count):
+        for offset, (size, target) in enumerate(zip(groups, targets, strict=True)):
             self._outstanding += 1
-            received = partial(self._received, first + offset)
-            self._connection.endpoint.tag_recv(self._buffers[first + offset], message.tag + offset, received)
+            self._connection.endpoint.tag_recv(target, message.tag + offset, partial(self._received, first, size))
+            first += size
         if message.stop is not None:
             self._end = wire.PullEnd(message.op, len(self._announced), message.stop)
 
-    def _received(self, index: int, error: PeerLost | None) -> None:
+    def _targets(self, first: int, groups: Sequence[int]) -> list[memoryview]:
+        """The memory that each group of blocks is received into."""
+        targets: list[memoryview] = []
+        for size in groups:
+            try:
+                targets.append(self._buffers[first] if size == 1 else span(self._extents[first : first + size]))
+            except ValueError as error:
+                raise ProtocolViolation(str(error)) from None
+            first += size
+        return targets
+
+    def _received(self, first: int, size: int, error: PeerLost | None) -> None:
         self._outstanding -= 1
         if error is not None:
             self._connection.fail(error)
             self.fail(error)
             return
         self._connection.heard()
-        self._arrived.add(index)
-        while self._reported in self._arrived:
-            self._arrived.discard(self._reported)
-            header, tier = self._announced[self._reported]
-            self._on_block(self._reported, header, tier)
-            self._reported += 1
+        self._arrived[first] = size
+        while (size := self._arrived.pop(self._reported, 0)) != 0:
+            for index in range(self._reported, self._reported + size):
+                self._on_block(index, *self._announced[index])
+            self._reported += size
         self._check()
 
     def _check(self) -> None:

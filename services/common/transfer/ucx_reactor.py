@@ -90,6 +90,10 @@ class UcxEndpoint:
         """Receive into `buffer`, which is UCX's until `on_done` is called."""
         self._post(on_done, "tag_recv", buffer, self._reactor.tag(tag))
 
+    def extent(self, buffer: memoryview) -> tuple[int, int]:
+        """Address and size of a buffer."""
+        return self._reactor.array(buffer).ptr, len(buffer)
+
     def close(self) -> None:
         """Close at once: requests of this endpoint end, and its peer's writes reach nobody."""
         if self._raw is None:

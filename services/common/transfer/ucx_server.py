@@ -24,6 +24,7 @@ from services.common.transfer.protocol import (
 from services.common.transfer.server import ServedPull, Session, TransferServer
 from services.common.transfer.settle import uninterrupted
 from services.common.transfer.ucx_connection import UcxConnection
+from services.common.transfer.ucx_groups import group_sizes, run_starts, span
 from services.common.transfer.ucx_reactor import OnDone, UcxEndpoint, UcxReactor
 
 # Blocks announced at once; payload of one pull in flight, which also bounds how long a heartbeat queues behind it.
@@ -51,9 +52,9 @@ class UcxServer(TransferServer[UcxConnection]):
             endpoint.close()
 
     def _served_pull(
-        self, session: Session[UcxConnection], number: int, request: PullRequest
+        self, session: Session[UcxConnection], message: wire.Pull, request: PullRequest
     ) -> ServedPull[UcxConnection]:
-        return _ServedPull(session, number, request)
+        return _ServedPull(session, message, request)
 
     async def _serve_push(self, connection: UcxConnection, message: wire.Offer | wire.ShownOffer) -> None:
         if not isinstance(message, wire.Offer):
@@ -78,8 +79,9 @@ class UcxServer(TransferServer[UcxConnection]):
 class _ServedPull(ServedPull[UcxConnection]):
     """Announces batches of blocks and sends them, WINDOW_BYTES at a time."""
 
-    def __init__(self, session: Session[UcxConnection], number: int, request: PullRequest) -> None:
-        super().__init__(session, number, request)
+    def __init__(self, session: Session[UcxConnection], message: wire.Pull, request: PullRequest) -> None:
+        super().__init__(session, message.op, request)
+        self._run_starts = run_starts(message.runs, len(request.ids))
         self._sending = InFlight(session.connection)
         self._num_sent = 0
 
@@ -117,11 +119,17 @@ class _ServedPull(ServedPull[UcxConnection]):
         return lease.stop
 
     def _send(self, batch: Sequence[HeldBlock], stop: str | None) -> None:
-        tag = self._connection.take_send_tags(len(batch))
+        endpoint = self._connection.endpoint
+        extents = [endpoint.extent(block.payload) for block in batch]
+        groups = group_sizes(extents, self._num_sent, self._run_starts)
+        tag = self._connection.take_send_tags(len(groups))
         headers, tiers = [block.header for block in batch], [block.tier for block in batch]
-        self._connection.send(wire.Blocks(self._number, self._num_sent, tag, headers, tiers, stop))
-        for offset, block in enumerate(batch):
-            self._connection.endpoint.tag_send(block.payload, tag + offset, self._sending.begin(len(block.payload)))
+        self._connection.send(wire.Blocks(self._number, self._num_sent, tag, headers, tiers, stop, groups))
+        first = 0
+        for offset, size in enumerate(groups):
+            payload = batch[first].payload if size == 1 else span(extents[first : first + size])
+            endpoint.tag_send(payload, tag + offset, self._sending.begin(len(payload)))
+            first += size
         self._num_sent += len(batch)
 
 

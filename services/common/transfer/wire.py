@@ -64,7 +64,7 @@ class Refused(Control, frozen=True):
 
 
 class Pull(Control, frozen=True):
-    """Fields of PullRequest; ids are concatenated."""
+    """Fields of PullRequest; ids are concatenated. runs: how many buffers, one after the other, adjoin in memory."""
 
     op: int
     ids: bytes
@@ -72,12 +72,14 @@ class Pull(Control, frozen=True):
     deadline_s: float
     traceparent: str
     request_id: str
+    runs: list[int] = []
 
 
 class Blocks(Control, frozen=True):
     """The next blocks of a pull, `first` on: their payloads follow under `tag`, `tag + 1`, …
 
-    stop: when these are the last ones, what PullEnd would say, which is then not sent.
+    stop: when these are the last ones, what PullEnd would say, which is then not sent. groups: how many blocks each
+    payload message takes, one each when it is empty.
     """
 
     op: int
@@ -86,6 +88,7 @@ class Blocks(Control, frozen=True):
     headers: list[bytes]
     tiers: list[str]
     stop: str | None = None
+    groups: list[int] = []
 
 
 class PullEnd(Control, frozen=True):

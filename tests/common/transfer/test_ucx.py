@@ -13,10 +13,10 @@ from services.common.blocks import join_ids
 from services.common.security import MeshSecret
 from services.common.transfer import wire
 from services.common.transfer.errors import PeerLost, ProtocolViolation
-from services.common.transfer.protocol import PROTOCOL_VERSION
+from services.common.transfer.protocol import PROTOCOL_VERSION, PeerAddress
 from services.common.transfer.ucx_client import UcxTransport
 from services.common.transfer.ucx_connection import UcxConnection
-from services.common.transfer.ucx_reactor import UcxReactor
+from services.common.transfer.ucx_reactor import UcxEndpoint, UcxReactor
 from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
 from tests.common.transfer.conftest import HolderProcess, StartHolder
 from tests.common.transfer.test_transports import BLOCK_BYTES, Pulled, pull
@@ -113,6 +113,51 @@ async def test_garbage_and_old_versions_are_turned_away(reactor: UcxReactor, sta
     await pull(good, holder.peer, pulled)
     pulled.assert_good(1)
     await good.close()
+
+
+@pytest.mark.parametrize("order", ["forwards", "backwards", "mixed"])
+async def test_blocks_arrive_whole_wherever_their_buffers_lie(
+    reactor: UcxReactor, start_holder: StartHolder, order: str
+) -> None:
+    """Blocks that adjoin at both ends travel together; others do not."""
+    holder = start_holder("--blocks", "40")
+    pulled = Pulled(chain(40))
+    if order == "backwards":
+        pulled.buffers.reverse()
+    elif order == "mixed":
+        pulled.buffers[7:20] = pulled.buffers[19:6:-1]
+    transport = UcxTransport(reactor, _KEY)
+    await pull(transport, holder.peer, pulled)
+    pulled.assert_good(40)
+    await transport.close()
+
+
+@pytest.mark.parametrize("groups", [[2], [1], [3], [0, 2], [-1, 3]])
+async def test_groups_that_do_not_fit_the_buffers_are_refused(reactor: UcxReactor, groups: list[int]) -> None:
+    """A holder that joins blocks whose buffers lie apart, or other blocks than it announced, writes nowhere."""
+    accepted: asyncio.Future[UcxEndpoint] = asyncio.get_running_loop().create_future()
+    port = reactor.listen(0, accepted.set_result)
+    pulled = Pulled(chain(2))
+    pulled.buffers.reverse()
+    transport = UcxTransport(reactor, _KEY)
+    peer = PeerAddress(f"127.0.0.1:{port}", "")
+    pulling = asyncio.ensure_future(pull(transport, peer, pulled))
+    connection = await UcxConnection.accept(await accepted, _KEY)
+    asked: asyncio.Future[wire.AnyControl] = asyncio.get_running_loop().create_future()
+    connection.on_message = asked.set_result
+    connection.start()
+    message = await asked
+    assert isinstance(message, wire.Pull)
+    assert message.runs == [1, 1]
+    headers = [header(chain(2), i, payload(block_id, BLOCK_BYTES)) for i, block_id in enumerate(chain(2))]
+    tag = connection.take_send_tags(2)
+    connection.send(wire.Blocks(message.op, 0, tag, headers, ["ram", "ram"], "", groups))
+    with pytest.raises(ProtocolViolation):
+        await pulling
+    assert pulled.headers == []
+    assert bytes(pulled.memory) == bytes(len(pulled.memory))
+    await transport.close()
+    await eventually(lambda: connection.error is not None)
 
 
 def test_control_messages_are_bounded() -> None:
