@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import structlog
 from kvmesh.v1 import transfer_pb2, transfer_pb2_grpc
 from opentelemetry import propagate
 
@@ -28,6 +29,7 @@ from services.common.transfer.protocol import (
     PullRequest,
 )
 
+_log = structlog.get_logger()
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -49,8 +51,12 @@ class BlockTransferServicer(transfer_pb2_grpc.BlockTransferServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a pull of no or of too many blocks")
         deadline_s = min(request.deadline_s, self._max_operation_s)
         wanted = PullRequest(ids, request.epoch, deadline_s, _current_traceparent(), _request_id(context))
-        async with asyncio.timeout(deadline_s):
-            lent = _Lent(await self._source.lease(wanted), deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                lent = _Lent(await self._source.lease(wanted), deadline_s)
+        except TimeoutError:
+            context.set_trailing_metadata(((STOP_METADATA, STOP_DEADLINE),))
+            return
         try:
             while (chunk := lent.next_chunk()) is not None:
                 yield chunk
@@ -64,12 +70,16 @@ class BlockTransferServicer(transfer_pb2_grpc.BlockTransferServicer):
         """Keeps blocks one by one, so that at most one message is in memory."""
         epoch = int(_metadata(context).get(EPOCH_METADATA, "0"))
         accepted = rejected = 0
-        async with asyncio.timeout(self._max_operation_s):
-            async for chunk in request_iterator:
-                if accepted + rejected >= MAX_PUSH_BLOCKS:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "too many blocks in one push")
-                kept = 0 if rejected else await self._keep(chunk, epoch)
-                accepted, rejected = accepted + kept, rejected + 1 - kept
+        try:
+            async with asyncio.timeout(self._max_operation_s):
+                async for chunk in request_iterator:
+                    if accepted + rejected >= MAX_PUSH_BLOCKS:
+                        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "too many blocks in one push")
+                    kept = 0 if rejected else await self._keep(chunk, epoch)
+                    accepted, rejected = accepted + kept, rejected + 1 - kept
+        except TimeoutError:
+            _log.warning("a push did not end in time", accepted_blocks=accepted)
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the push did not end in time")
         return transfer_pb2.PushResponse(accepted_blocks=accepted, rejected_blocks=rejected)
 
     async def _keep(self, chunk: transfer_pb2.PushChunk, epoch: int) -> int:

@@ -29,10 +29,10 @@ _ROOT = Path(__file__).parents[3]
 
 
 class HolderProcess:
-    """One holder; ended by `end` whatever its state."""
+    """One holder; ended by `end` whatever its state. within: a command that runs it, say in another network."""
 
-    def __init__(self, transport: str, *options: str) -> None:
-        command = [sys.executable, "-m", "tests.common.transfer.holder", "--transport", transport, *options]
+    def __init__(self, transport: str, *options: str, within: Sequence[str] = ()) -> None:
+        command = [*within, sys.executable, "-m", "tests.common.transfer.holder", "--transport", transport, *options]
         self.process = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             self.peer = PeerAddress(**self._line())
@@ -115,7 +115,7 @@ async def open_transport(name: str, secret: MeshSecret) -> AsyncIterator[Transpo
 @functools.cache
 def shown_memory() -> Region:
     """Memory of this process that peers may read."""
-    region = create_region("kvmesh-test", 16 * 2**20)
+    region = create_region("kvmesh-test", 64 * 2**20)
     assert region is not None
     return region
 

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from services.common.blocks import BlockId
 from services.common.rpc import MeshServer
@@ -29,7 +30,7 @@ from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
 class Holder:
     """Source of one chain, sink of anything valid."""
 
-    def __init__(self, count: int, block_bytes: int, *, hang: bool, spoil: int) -> None:
+    def __init__(self, count: int, block_bytes: int, *, hang: bool, spoil: int, commit_s: float) -> None:
         ids = chain(count)
         self.blocks: dict[BlockId, HeldBlock] = {}
         region = create_region("kvmesh-holder", max(1, count) * block_bytes)
@@ -44,11 +45,13 @@ class Holder:
             slot[:] = data
             self.blocks[block_id] = HeldBlock(encoded, slot, "ram")
         self.pushed: dict[BlockId, bytes] = {}
+        self.digests: dict[BlockId, str] = {}
         self.open_leases = 0
         self.open_reservations = 0
         self.traceparents: list[str] = []
         self.read: list[BlockId] = []
         self.directory: BlockDirectory | None = None
+        self.commit_s = commit_s
         self._hang = hang
 
     def show_directory(self, count: int) -> ShownDirectory:
@@ -100,13 +103,17 @@ class Reservation:
         holder.open_reservations += 1
 
     async def commit(self) -> int:
-        self._holder.open_reservations -= 1
+        try:
+            await asyncio.sleep(self._holder.commit_s)
+        finally:
+            self._holder.open_reservations -= 1
         for count, (block, data) in enumerate(zip(self._headers, self._memory, strict=True)):
             try:
                 verify_payload(block, memoryview(data))
             except BlockInvalid:
                 return self.num_held + count
             self._holder.pushed[block.block_id] = bytes(data)
+            self._holder.digests[block.block_id] = blake2b(data, digest_size=16).hexdigest()
         return self.num_held + len(self._headers)
 
     def abandon(self) -> None:
@@ -114,15 +121,21 @@ class Reservation:
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    holder = Holder(arguments.blocks, arguments.block_bytes, hang=arguments.hang, spoil=arguments.spoil)
+    holder = Holder(
+        arguments.blocks,
+        arguments.block_bytes,
+        hang=arguments.hang,
+        spoil=arguments.spoil,
+        commit_s=arguments.commit_s,
+    )
     secret = MeshSecret(arguments.secret)
     directory = holder.show_directory(arguments.listed) if arguments.listed else None
     endpoint = TransferEndpoint(
         arguments.transport, secret, holder, holder, max_operation_s=10.0, regions=[holder.region], directory=directory
     )
-    server = MeshServer("127.0.0.1:0", secret=secret)
+    server = MeshServer(f"{arguments.host}:{arguments.grpc_port}", secret=secret)
     endpoint.attach(server)
-    pull_address = endpoint.listen("127.0.0.1:0")
+    pull_address = endpoint.listen(f"{arguments.host}:{arguments.pull_port}")
     grpc_address = await server.start()
     endpoint.listen_shm(grpc_address)
     await server.set_ready(True)
@@ -140,6 +153,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                     "open_reservations": holder.open_reservations,
                     "pushed": [block_id.hex() for block_id in holder.pushed],
                     "read": [block_id.hex() for block_id in holder.read],
+                    "pushed_digests": list(holder.digests.values()),
                     "traceparents": holder.traceparents,
                 }
             ),
@@ -155,6 +169,10 @@ def main() -> None:
     parser.add_argument("--listed", type=int, default=0, help="show a directory of so many blocks")
     parser.add_argument("--secret", default=SECRET)
     parser.add_argument("--hang", action="store_true", help="never answer a pull")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--grpc-port", type=int, default=0)
+    parser.add_argument("--pull-port", type=int, default=0)
+    parser.add_argument("--commit-s", type=float, default=0.0, help="how long keeping what was pushed takes")
     parser.add_argument("--spoil", type=int, default=-1, help="flip a bit of this block")
     configure_logging("holder", "holder", "WARNING")
     asyncio.run(serve(parser.parse_args()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -165,3 +166,16 @@ def test_control_messages_are_bounded() -> None:
         wire.encode(wire.Pull(1, bytes(wire.MAX_CONTROL_BYTES), 0, 1.0, "", ""))
     with pytest.raises(ProtocolViolation):
         wire.decode(b"\x05\x00\x00\x00hello")
+
+
+async def test_a_port_is_free_again_at_once(reactor: UcxReactor) -> None:
+    """The side that closes first keeps an address in TIME_WAIT for a minute: a killed node must get it back."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listener.accept()[0].close()
+            assert client.recv(1) == b""
+    assert reactor.listen(port, lambda _: None) == port
