@@ -43,7 +43,7 @@ class Arena:
         count = capacity_bytes // self.slab_bytes
         self.capacity_bytes = count * self.slab_bytes
         # Where the platform allows it, memory that pullers on this host may read.
-        self.region = create_region("kvmesh-arena", self.capacity_bytes)
+        self.region = create_region("kvmesh-arena", self.capacity_bytes, large_pages=True)
         self._view = self.region.view if self.region else memoryview(mmap.mmap(-1, self.capacity_bytes))
         self._slabs = [_Slab() for _ in range(count)]
         self._unused = list(range(count - 1, -1, -1))

@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from services.common.blocks import BlockId
+from services.common.transfer.shm_directory import BlockDirectory, DirectoryReader
 from services.kvstore.arena import Arena
 from services.kvstore.ram_tier import Entry, RamTier
 
 _SLOT = 4096
 _CAPACITY = 16 * _SLOT
+# A directory with a bucket for each id.
+_LISTED_BYTES = 64 * 2**20
 
 
 def _id(number: int) -> BlockId:
@@ -36,7 +39,8 @@ class RamTierMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tier = RamTier(Arena(_CAPACITY))
+        self.directory = BlockDirectory.create(_LISTED_BYTES, 1)
+        self.tier = RamTier(Arena(_CAPACITY), directory=self.directory)
         self.parents: dict[int, int | None] = {}
         self.leased: list[list[Entry]] = []
 
@@ -78,6 +82,17 @@ class RamTierMachine(RuleBasedStateMachine):
         assert len(self.tier) == len(self.parents)
         assert all(_id(number) in self.tier for number in self.parents)
         assert self.tier.statistics().num_bytes == len(self.parents) * _SLOT
+
+    @invariant()
+    def lists_what_is_here(self) -> None:
+        if self.directory is None:
+            return
+        reader = DirectoryReader(self.directory.region.view)
+        for number in range(61):
+            listed, entry = reader.find(_id(number)), self.tier.peek(_id(number))
+            assert (listed is None) == (entry is None)
+            if listed is not None and entry is not None:
+                assert (listed.place, listed.header) == ((0, entry.slot.offset, _SLOT), entry.header)
         assert all(parent is None or parent in self.parents for parent in self.parents.values())
 
     def _is_full(self) -> bool:
