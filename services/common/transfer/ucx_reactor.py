@@ -16,6 +16,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from services.common.transfer.errors import PeerLost
@@ -23,13 +24,14 @@ from services.common.transfer.errors import PeerLost
 # Measured: six times the throughput of the defaults over TCP. With reused addresses a process that was killed gets its
 # port again at once. Whatever the user has set in the environment wins.
 TUNING = {
-    "UCX_TLS": "tcp",
     "UCX_RNDV_SCHEME": "put_zcopy",
     "UCX_TCP_TX_SEG_SIZE": "256k",
     "UCX_TCP_RX_SEG_SIZE": "256k",
     "UCX_TCP_CM_REUSEADDR": "y",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
+# The system's list of RDMA devices.
+RDMA_DEVICES = Path("/sys/class/infiniband")
 _CLOSE_WAIT_NS = 100_000_000
 # UCX's file descriptor sometimes stays quiet though there is something to do, mostly while a connection is made. So
 # the worker is progressed this often anyway, and more often for a while after something was posted.
@@ -44,9 +46,15 @@ _MAX_ROUNDS = 16
 OnDone = Callable[[PeerLost | None], None]
 
 
+def transports(rdma_devices: Path = RDMA_DEVICES) -> str:
+    """What UCX may use: RDMA where there are devices, else TCP. Not its shared memory, which knows no dead peers."""
+    has_rdma = rdma_devices.is_dir() and any(rdma_devices.iterdir())
+    return "rc,ud,tcp" if has_rdma else "tcp"
+
+
 def apply_tuning() -> None:
     """Set UCX's environment. Works only before the first import of ucxx in this process."""
-    for name, value in TUNING.items():
+    for name, value in {"UCX_TLS": transports(), **TUNING}.items():
         os.environ.setdefault(name, value)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -17,7 +18,7 @@ from services.common.transfer.errors import PeerLost, ProtocolViolation
 from services.common.transfer.protocol import PROTOCOL_VERSION, PeerAddress
 from services.common.transfer.ucx_client import UcxTransport
 from services.common.transfer.ucx_connection import UcxConnection
-from services.common.transfer.ucx_reactor import UcxEndpoint, UcxReactor
+from services.common.transfer.ucx_reactor import UcxEndpoint, UcxReactor, transports
 from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
 from tests.common.transfer.conftest import HolderProcess, StartHolder
 from tests.common.transfer.test_transports import BLOCK_BYTES, Pulled, pull
@@ -159,6 +160,12 @@ async def test_groups_that_do_not_fit_the_buffers_are_refused(reactor: UcxReacto
     assert bytes(pulled.memory) == bytes(len(pulled.memory))
     await transport.close()
     await eventually(lambda: connection.error is not None)
+
+
+def test_rdma_is_used_where_there_are_devices(tmp_path: Path) -> None:
+    assert transports(tmp_path / "absent") == transports(tmp_path) == "tcp"
+    (tmp_path / "mlx5_0").mkdir()
+    assert transports(tmp_path).split(",")[0] == "rc"
 
 
 def test_control_messages_are_bounded() -> None:
