@@ -25,6 +25,23 @@ class KvStoreSettings(ServiceSettings):
         "127.0.0.1:0", description="UCX address, host:port; UCX listens on all interfaces, the host is advertised."
     )
     owner_ram_bytes: int = Field(0, ge=0, description="Most memory for blocks of one owner; 0: no limit.")
+    replicate_leases: int = Field(
+        16,
+        ge=0,
+        description="Pulls of a block within the window after which another node is asked for a copy; 0: never.",
+    )
+    replicate_window_s: float = Field(
+        10.0, gt=0, description="The window, and the pause before a further node is asked."
+    )
+    replicate_nodes: int = Field(2, ge=1, description="Most nodes that are asked for a copy of the same chain.")
+    replicate_bytes_per_s: float = Field(
+        128.0 * 2**20, ge=0, description="Most that this node copies from others; 0: nothing."
+    )
+    busy_leases: int = Field(
+        8,
+        ge=1,
+        description="Pulls at a time from which the node is busy: it copies nothing, and pulls of its host count too.",
+    )
     ssd_path: Path | None = Field(None, description="Directory for blocks on the SSD, for this node alone.")
     ssd_bytes: int = Field(0, ge=0, description="Space for them; 0: no SSD tier.")
     ssd_segment_bytes: int = Field(0, ge=0, description="Size of a file there; 0: by the space.")

@@ -28,6 +28,18 @@ _dropped = _meter.create_counter("kvmesh_kvstore_dropped_blocks", description="B
 _copied = _meter.create_counter("kvmesh_kvstore_copied_blocks", description="Blocks copied out of old segments.")
 _switched_off = _meter.create_counter("kvmesh_kvstore_ssd_switched_off", description="Errors that ended the SSD tier.")
 
+_asked_copies = _meter.create_counter(
+    "kvmesh_kvstore_replication_asked", description="Copies that others were asked to make, by their answer."
+)
+_refused_copies = _meter.create_counter(
+    "kvmesh_kvstore_replication_refused", description="Copies that this node was asked to make and would not."
+)
+_failed_copies = _meter.create_counter(
+    "kvmesh_kvstore_replication_failures", description="Copies that ended before the whole chain was here, by reason."
+)
+_replicated = _meter.create_counter("kvmesh_kvstore_replicated_blocks", description="Blocks copied from other nodes.")
+_replicated_bytes = _meter.create_counter("kvmesh_kvstore_replicated_bytes", description="Payload of these.")
+
 RAM = {"tier": "ram"}
 SSD = {"tier": "ssd"}
 
@@ -167,3 +179,38 @@ class SsdTotals:
     def switched_off(self) -> None:
         """The tier has ended."""
         _switched_off.add(1)
+
+
+@dataclass(slots=True)
+class ReplicationTotals:
+    """Counts of copies since start, those asked of others and those made here."""
+
+    asked_copies: int = 0
+    declined_copies: int = 0
+    refused_copies: int = 0
+    failed_copies: int = 0
+    replicated_blocks: int = 0
+    replicated_bytes: int = 0
+
+    def asked(self, answer: str) -> None:
+        """A node was asked, or would have been: "accepted", "held" already, or why there will be no copy."""
+        self.asked_copies += 1
+        self.declined_copies += answer not in ("accepted", "held")
+        _asked_copies.add(1, {"answer": answer})
+
+    def refused(self, reason: str) -> None:
+        """This node would not make a copy."""
+        self.refused_copies += 1
+        _refused_copies.add(1, {"reason": reason})
+
+    def failed(self, reason: str) -> None:
+        """A copy ended early."""
+        self.failed_copies += 1
+        _failed_copies.add(1, {"reason": reason})
+
+    def replicated(self, blocks: int, num_bytes: int) -> None:
+        """Blocks of a copy are here."""
+        self.replicated_blocks += blocks
+        self.replicated_bytes += num_bytes
+        _replicated.add(blocks)
+        _replicated_bytes.add(num_bytes)

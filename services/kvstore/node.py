@@ -23,12 +23,15 @@ from services.kvstore.clearing import Clearing
 from services.kvstore.config import KvStoreSettings
 from services.kvstore.errors import StartFailed
 from services.kvstore.ram_tier import RamTier
+from services.kvstore.replication import Replication
 from services.kvstore.service import KvStoreServicer
 from services.kvstore.ssd_setup import open_log
 from services.kvstore.store import Store
 
 _WITHDRAW_TIMEOUT_S = 2.0
 _FLUSH_TIMEOUT_S = 5.0
+# How long after its withdrawal a node takes new pulls and pushes: workers learn of it within some 50 ms.
+_LEAVE_S = 0.3
 _log = structlog.get_logger()
 
 
@@ -41,7 +44,8 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     announcer = Announcer(client, kind="kvstore", location_id=instance, epoch=epoch, health=health)
     arena = _arena(settings)
     directory = BlockDirectory.create(arena.capacity_bytes, epoch) if arena.region else None
-    store = Store(RamTier(arena, owner_bytes=settings.owner_ram_bytes, directory=directory), announcer, epoch=epoch)
+    ram = RamTier(arena, owner_bytes=settings.owner_ram_bytes, directory=directory)
+    store = Store(ram, announcer, epoch=epoch)
     transfers = TransferEndpoint(
         settings.transport,
         secret,
@@ -51,10 +55,11 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
         regions=[arena.region] if arena.region else [],
         directory=ShownDirectory(directory.region, store.was_read) if directory else None,
     )
+    replication = Replication(settings, store, ram, transfers.transport)
     server = MeshServer(settings.listen, secret=secret)
     server.add(
         kvstore_pb2_grpc.add_KvStoreServicer_to_server,
-        KvStoreServicer(store, Clearing(store), instance),
+        KvStoreServicer(store, Clearing(store), replication.copier, replication.totals, instance),
         kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].full_name,
     )
     transfers.attach(server)
@@ -79,13 +84,16 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     log = open_log(settings, secret)
     if log is not None:
         await store.attach_ssd(log, owner_bytes=settings.owner_ssd_bytes, max_age_s=settings.ssd_max_age_s)
-    async with _in_background(announcer, registrar), _ssd_running(store):
-        await server.set_ready(True)
-        write_ready_file(settings.ready_file, address=address, metrics=metrics_address, pull_address=pull_address)
-        _log.info("kvstore is ready", address=address, pull_address=pull_address, ram_bytes=settings.ram_bytes)
-        await stop.wait()
-        _log.info("kvstore is draining")
-        await server.set_ready(False)
+    async with _ssd_running(store):
+        async with _in_background(announcer, registrar), replication.running(client, health, record, secret):
+            await server.set_ready(True)
+            write_ready_file(settings.ready_file, address=address, metrics=metrics_address, pull_address=pull_address)
+            _log.info("kvstore is ready", address=address, pull_address=pull_address, ram_bytes=settings.ram_bytes)
+            await stop.wait()
+            _log.info("kvstore is draining")
+            await server.set_ready(False)
+        # Withdrawn: what was sent before the others knew is still answered.
+        await asyncio.sleep(min(_LEAVE_S, settings.drain_deadline_s))
         await transfers.drain(settings.drain_deadline_s)
     await server.stop(settings.drain_deadline_s)
     await transfers.close()

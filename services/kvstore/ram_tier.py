@@ -207,6 +207,16 @@ class RamTier:
         """The entry of a block, neither lent nor counted as used."""
         return self._entries.get(block_id)
 
+    def path(self, block_id: BlockId) -> list[Entry]:
+        """The block and all before it, the first of the chain first; empty when it is not here."""
+        path: list[Entry] = []
+        entry = self._entries.get(block_id)
+        while entry is not None:
+            path.append(entry)
+            entry = self._entries.get(entry.parent_id) if entry.parent_id is not None else None
+        path.reverse()
+        return path
+
     def owner_bytes(self, owner: bytes) -> int:
         """What an owner's tenant takes, reserved slots included."""
         return self._owner_bytes.get(_tenant(owner), 0)

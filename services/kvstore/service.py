@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import grpc.aio
 from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 from services.common.blocks import BLOCK_ID_BYTES
+from services.common.transfer.errors import BlockInvalid
+from services.common.transfer.protocol import PeerAddress
 from services.kvstore.clearing import Clearing
+from services.kvstore.copier import Copier, CopyAsk
+from services.kvstore.metrics import ReplicationTotals
 from services.kvstore.ssd_layer import SsdLayer
 from services.kvstore.store import Store
 
@@ -16,8 +21,12 @@ from services.kvstore.store import Store
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     """Statistics of one node, and what an operator may do to it."""
 
-    def __init__(self, store: Store, clearing: Clearing, kvstore_id: str) -> None:
+    def __init__(
+        self, store: Store, clearing: Clearing, copier: Copier, replication: ReplicationTotals, kvstore_id: str
+    ) -> None:
         self._store = store
+        self._copier = copier
+        self._replication = replication
         self._clearing = clearing
         self._kvstore_id = kvstore_id
 
@@ -41,6 +50,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             open_leases=totals.open_leases,
             ssd_hit_blocks=totals.ssd_hit_blocks,
             ssd=_ssd(self._store.ssd) if self._store.ssd is not None else None,
+            replication=kvstore_pb2.ReplicationStats(**asdict(self._replication)),
         )
 
     async def Clear(
@@ -60,8 +70,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Replicate(
         self, request: kvstore_pb2.ReplicateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kvstore_pb2.ReplicateResponse:
-        """No copies are made here."""
-        return kvstore_pb2.ReplicateResponse(refused="off")
+        """Copy a chain from another node, later."""
+        source = PeerAddress(request.pull_address, request.grpc_address)
+        ask = CopyAsk(request.headers, request.created_s, request.source_id, request.source_epoch, source)
+        try:
+            held, refused = self._copier.take(ask)
+        except BlockInvalid as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not the beginning of a chain: {error.reason}")
+        return kvstore_pb2.ReplicateResponse(held_blocks=held, refused=refused)
 
 
 def _ssd(layer: SsdLayer) -> kvstore_pb2.SsdStats:

@@ -53,6 +53,10 @@ class Offered:
 Kept = Callable[[Sequence[Offered], Sequence[str]], None]
 
 
+# Told of every pull: the blocks, whether the puller is on this host, and how many pulls are served now.
+OnServed = Callable[[Sequence[BlockId], bool, int], None]
+
+
 class Announcements(Protocol):
     """The part of the announcer that the store uses."""
 
@@ -72,6 +76,7 @@ class Store:
         # Blocks of dead owners are taken neither from an offer nor from one that is under way.
         self.generations = Generations()
         self.ssd: SsdLayer | None = None
+        self.on_served: OnServed | None = None
         self._ram = ram
         self._announcements = announcements
         self._clock = clock
@@ -102,16 +107,25 @@ class Store:
             raise
         if len(entries) < len(request.ids) and stop == STOP_COMPLETE:
             stop = STOP_MISSING
+        self._served(entries, request)
         return self._lend(request, entries[:num_ram], entries[num_ram:], stop)
 
     def was_read(self, request: PullRequest, duration_s: float) -> None:
         """A peer on this host has read these blocks in RAM by the directory."""
         entries = note_read(self._ram, self.totals, request, duration_s)
+        self._served(entries, request)
         if self.ssd is not None:
             self.ssd.used(entries)
 
-    async def reserve(self, headers: Sequence[bytes], epoch: int) -> StoreReservation:
-        """Room for the leading blocks of an offer that hang together and fit; blocks that are here need none."""
+    def holds(self, block_id: BlockId) -> bool:
+        """Whether a block is in either tier."""
+        return block_id in self._ram or (self.ssd is not None and block_id in self.ssd.tier)
+
+    async def reserve(self, headers: Sequence[bytes], epoch: int, *, created_s: int | None = None) -> StoreReservation:
+        """Room for the leading blocks of an offer that hang together and fit; blocks that are here need none.
+
+        created_s: when the blocks were made, in seconds since 1970, if it was not just now.
+        """
         current = epoch in (0, self.epoch)
         offered = self._decode(headers) if current else []
         self.totals.rejected(len(headers) - len(offered), "invalid" if current else "epoch")
@@ -123,7 +137,13 @@ class Store:
         ids = [block.header.block_id for block in offered]
         num_held = next((i for i, block_id in enumerate(ids) if block_id not in self._ram), len(ids))
         reservation = StoreReservation(
-            self._ram, offered, num_held, self._allocate, self._kept, self._overtaken, created_s=int(self._clock())
+            self._ram,
+            offered,
+            num_held,
+            self._allocate,
+            self._kept,
+            self._overtaken,
+            created_s=int(self._clock()) if created_s is None else created_s,
         )
         self.totals.rejected(len(offered) - num_held - len(reservation.buffers), "no parent or no room")
         return reservation
@@ -135,6 +155,10 @@ class Store:
         below = self.ssd.cleared(gone) if self.ssd is not None else set()
         self._announcements.remove([entry.block_id for entry in gone if entry.block_id not in below])
         return len(gone), self.ssd.tier.drop_older(owner) if self.ssd is not None else 0
+
+    def _served(self, entries: Sequence[Entry], request: PullRequest) -> None:
+        if self.on_served is not None and entries:
+            self.on_served([entry.block_id for entry in entries], request.same_host, self.totals.open_leases)
 
     def _lend(self, request: PullRequest, ram: list[Entry], ssd: list[Entry], stop: str) -> StoreLease:
         self.totals.leased(len(ram), len(ssd), len(request.ids) - len(ram) - len(ssd))
@@ -223,6 +247,12 @@ class StoreReservation:
             return self.num_held + self._insert(reasons)
         finally:
             self.abandon()
+
+    def keep_first(self, count: int) -> None:
+        """Only the first `count` buffers were filled, and nobody writes the others any more."""
+        for block, slot in self._new[count:]:
+            self._ram.discard(slot, block.header.owner_digest)
+        del self._new[count:], self.buffers[count:]
 
     def abandon(self) -> None:
         """As `Reservation.abandon`; also gives back the slots that `commit` did not use."""

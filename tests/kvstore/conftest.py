@@ -23,13 +23,13 @@ _START_DEADLINE_S = 30.0
 
 
 class KvStoreProcess:
-    """One node named "kv-1"."""
+    """One node."""
 
-    def __init__(self, folder: Path, redis_url: str, transport: str, *options: str) -> None:
-        ready = folder / "ready.json"
+    def __init__(self, folder: Path, redis_url: str, transport: str, *options: str, name: str = "kv-1") -> None:
+        ready = folder / f"{name}.ready.json"
         ready.unlink(missing_ok=True)
-        self._log = folder / "log"
-        flags = ["--instance", "kv-1", "--redis-url", redis_url, "--transport", transport, "--ready-file", str(ready)]
+        self._log = folder / f"{name}.log"
+        flags = ["--instance", name, "--redis-url", redis_url, "--transport", transport, "--ready-file", str(ready)]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "services.kvstore", *flags, *options],
@@ -76,8 +76,8 @@ def start_kvstore(tmp_path: Path, valkey: Valkey) -> Iterator[StartKvStore]:
     """Starts nodes that end with the test."""
     started: list[KvStoreProcess] = []
 
-    def start(transport: str, *options: str) -> KvStoreProcess:
-        started.append(KvStoreProcess(tmp_path, valkey.url, transport, *options))
+    def start(transport: str, *options: str, name: str = "kv-1") -> KvStoreProcess:
+        started.append(KvStoreProcess(tmp_path, valkey.url, transport, *options, name=name))
         return started[-1]
 
     yield start

@@ -50,10 +50,10 @@ async def stats(node: KvStoreProcess) -> kvstore_pb2.StatsResponse:
         )
 
 
-async def announced(valkey: Valkey) -> set[bytes]:
+async def announced(valkey: Valkey, name: str = "kv-1") -> set[bytes]:
     """Ids that the index lists for the node."""
     client = connect_redis(valkey.url)
-    location = location_key("kvstore", "kv-1")
+    location = location_key("kvstore", name)
     found = await client.hkeys(KeySpace().shard_of(location).blocks(location))
     await client.aclose()
     return set(found)

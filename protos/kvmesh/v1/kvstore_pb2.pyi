@@ -102,35 +102,34 @@ Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
 class ReplicationStats(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ASKED_FIELD_NUMBER: _builtins.int
-    ASKED_REFUSED_FIELD_NUMBER: _builtins.int
-    REFUSED_FIELD_NUMBER: _builtins.int
-    COPIED_BLOCKS_FIELD_NUMBER: _builtins.int
-    COPIED_BYTES_FIELD_NUMBER: _builtins.int
-    FAILED_BLOCKS_FIELD_NUMBER: _builtins.int
-    asked: _builtins.int
-    """Copies that other nodes were asked to make, and those that would not."""
-    asked_refused: _builtins.int
-    refused: _builtins.int
-    """Copies that this node was asked to make and would not."""
-    copied_blocks: _builtins.int
+    ASKED_COPIES_FIELD_NUMBER: _builtins.int
+    DECLINED_COPIES_FIELD_NUMBER: _builtins.int
+    REFUSED_COPIES_FIELD_NUMBER: _builtins.int
+    FAILED_COPIES_FIELD_NUMBER: _builtins.int
+    REPLICATED_BLOCKS_FIELD_NUMBER: _builtins.int
+    REPLICATED_BYTES_FIELD_NUMBER: _builtins.int
+    asked_copies: _builtins.int
+    """Copies that other nodes were asked to make, and those of them that will not be made."""
+    declined_copies: _builtins.int
+    refused_copies: _builtins.int
+    """Copies that this node was asked to make: refused, and ended before the whole chain was here."""
+    failed_copies: _builtins.int
+    replicated_blocks: _builtins.int
     """What it copied."""
-    copied_bytes: _builtins.int
-    failed_blocks: _builtins.int
-    """Blocks that it meant to copy and did not get."""
+    replicated_bytes: _builtins.int
     def __init__(
         self,
         *,
-        asked: _builtins.int = ...,
-        asked_refused: _builtins.int = ...,
-        refused: _builtins.int = ...,
-        copied_blocks: _builtins.int = ...,
-        copied_bytes: _builtins.int = ...,
-        failed_blocks: _builtins.int = ...,
+        asked_copies: _builtins.int = ...,
+        declined_copies: _builtins.int = ...,
+        refused_copies: _builtins.int = ...,
+        failed_copies: _builtins.int = ...,
+        replicated_blocks: _builtins.int = ...,
+        replicated_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "asked_refused", b"asked_refused", "copied_blocks", b"copied_blocks", "copied_bytes", b"copied_bytes", "failed_blocks", b"failed_blocks", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_copies", b"asked_copies", "declined_copies", b"declined_copies", "failed_copies", b"failed_copies", "refused_copies", b"refused_copies", "replicated_blocks", b"replicated_blocks", "replicated_bytes", b"replicated_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,6 +49,8 @@ class PullRequest:
     deadline_s: float
     traceparent: str = ""
     request_id: str = ""
+    # Known on the holder's side alone, where the transport tells.
+    same_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

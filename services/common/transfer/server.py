@@ -37,6 +37,9 @@ C = TypeVar("C", bound=Connection)
 class TransferServer(ABC, Generic[C]):
     """Serves `source` and `sink` to whoever proves the mesh secret. `max_operation_s` bounds every lease."""
 
+    # Whether peers are on this host for certain.
+    same_host = False
+
     def __init__(self, key: bytes, source: BlockSource, sink: BlockSink, *, max_operation_s: float) -> None:
         self._key = key
         self._source = source
@@ -101,7 +104,9 @@ class TransferServer(ABC, Generic[C]):
     def spawn_pull(self, session: Session[C], message: wire.Pull) -> None:
         """Serve a pull in a task of its own."""
         deadline_s = min(message.deadline_s, self._max_operation_s)
-        request = PullRequest(_ids(message.ids), message.epoch, deadline_s, message.traceparent, message.request_id)
+        request = PullRequest(
+            _ids(message.ids), message.epoch, deadline_s, message.traceparent, message.request_id, self.same_host
+        )
         if self._closing or self._num_operations >= MAX_OPERATIONS:
             session.connection.send(wire.PullEnd(message.op, 0, STOP_OVERLOAD))
             return

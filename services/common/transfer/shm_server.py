@@ -41,6 +41,8 @@ _log = structlog.get_logger()
 class ShmServer(TransferServer[ShmConnection]):
     """TransferServer over Unix sockets; shows `regions`."""
 
+    same_host = True
+
     def __init__(
         self,
         key: bytes,
