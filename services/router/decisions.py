@@ -110,7 +110,7 @@ class Decisions:
         return len(known.tiers) if known else 0
 
     def _enter(self, ask: Ask, placement: Placement, opened: OpenAttempts, now_s: float) -> None:
-        pending = PendingAttempt(placement.prefill_tokens, placement.num_blocks, now_s)
+        pending = PendingAttempt(placement.prefill_tokens, placement.num_blocks, now_s, placement.pulled_bytes)
         self.table.grant(placement.worker_id, ask.id, pending)
         opened[ask.id] = OpenAttempt(
             placement.worker_id, placement.policy, placement.predicted_ttft_s, max(1, ask.num_choices)

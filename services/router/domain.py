@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.blocks import BlockId
+from services.common.keys import location_key
 
 WorkerId = NewType("WorkerId", str)
 
@@ -67,6 +68,25 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredLink:
+    """What a worker's pulls have taught of one tier of one holder; freshness falls from 1 to 0 without new ones."""
+
+    bytes_per_s: float
+    setup_s: float
+    freshness: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HolderLinks:
+    """A worker's links to one holder, None where unmeasured, and what it is pulling from there."""
+
+    location: str
+    memory: MeasuredLink | None = None
+    ssd: MeasuredLink | None = None
+    in_flight_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """One report of a worker; rates are 0 where it has measured none."""
 
@@ -80,10 +100,9 @@ class Load:
     free_blocks: int
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
-    kvstore_pull_bytes_per_s: float = 0.0
-    peer_pull_bytes_per_s: float = 0.0
     admitted: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
+    holders: tuple[HolderLinks, ...] = ()
 
 
 class RefusalReason(Enum):
@@ -107,7 +126,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class PullRun:
-    """Blocks [first_block, first_block + num_blocks) of the prompt, from one holder."""
+    """Blocks [first_block, first_block + num_blocks) of the prompt, from one holder; the last num_ssd_blocks of them
+    are on its SSD.
+    """
 
     kind: str
     location_id: str
@@ -116,6 +137,12 @@ class PullRun:
     grpc_address: str
     first_block: int
     num_blocks: int
+    num_ssd_blocks: int = 0
+
+    @property
+    def location(self) -> str:
+        """Its name in the index."""
+        return location_key(self.kind, self.location_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +172,7 @@ class Placement:
     """The answer when there is a grant.
 
     prefill_tokens, num_blocks: what the decision assumes that the worker will compute, and take from its pool.
+    pulled_bytes: what it will pull, by location.
     """
 
     worker_id: WorkerId
@@ -155,5 +183,6 @@ class Placement:
     predicted_ttft_s: float
     prefill_tokens: int
     num_blocks: int
+    pulled_bytes: tuple[tuple[str, float], ...]
     policy: str
     explanation: Explanation

@@ -5,42 +5,46 @@ Locations of the index meet their registry records here: a holder counts only wh
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
+from services.common.announcements import Tier
 from services.common.blocks import BlockId
 from services.common.registry import LocationRecord
 from services.router.domain import PullRun, WorkerId
 from services.router.index.replica import Replica
-from services.router.policies.view import IntArray
-from services.router.workers import WorkerTable
+from services.router.policies.view import IntArray, Sources
+from services.router.workers import WorkerTable, host_number
+
+T = TypeVar("T")
+
+
+# Sources that a decision looks at: those that hold most, of equals those on a candidate's host, then the least busy.
+MAX_KVSTORES = 8
+MAX_WORKERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A location that others could pull from. row: the worker's, -1 for a kvstore."""
+
+    record: LocationRecord
+    row: int
+    end: int
+    memory_end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
     """Leading blocks of one prompt: held by each worker row, and by each kvstore that holds any."""
 
+    ids: list[BlockId]
     by_row: IntArray
     by_kvstore: dict[str, int]
-
-    @property
-    def best_kvstore(self) -> int:
-        """Most leading blocks that one kvstore holds."""
-        return max(self.by_kvstore.values(), default=0)
-
-    def best_other(self, usable_rows: IntArray, rows: IntArray) -> IntArray:
-        """For each of `rows`, the most leading blocks held by one of `usable_rows` other than itself."""
-        held = np.zeros(len(self.by_row), np.int64)
-        held[usable_rows] = self.by_row[usable_rows]
-        if not held.any():
-            return np.zeros(len(rows), np.int64)
-        best = int(held.argmax())
-        first = held[best]
-        held[best] = 0
-        result: IntArray = np.where(rows == best, held.max(), first)
-        return result
 
 
 class Holders:
@@ -67,39 +71,50 @@ class Holders:
         by_row = lengths[self._table.rows["slot"]]
         by_row[~self._table.rows["live"]] = 0
         by_kvstore = {name: int(lengths[slot]) for name, slot in self._kvstore_slots.items() if lengths[slot]}
-        return Holding(by_row, by_kvstore)
+        return Holding(ids, by_row, by_kvstore)
 
-    def runs(
-        self, holding: Holding, segments: list[tuple[str, int, int]], *, row: int, usable_rows: IntArray, turn: int
-    ) -> list[PullRun]:
-        """Holders for the (kind, first block, end block) segments that worker `row` is to pull.
+    def sources(
+        self, holding: Holding, candidates: IntArray, usable_rows: IntArray, *, local_blocks: IntArray, turn: int
+    ) -> list[Source]:
+        """Who holds more of the prompt than some candidate; equals take turns."""
+        least = int(local_blocks.min())
+        hosts = {self._table.workers[self._table.by_row[int(row)]].record.host for row in candidates}
+        kvstores = [
+            (-length, self._kvstores[name].host not in hosts, name)
+            for name, length in holding.by_kvstore.items()
+            if length > least
+        ]
+        sources = []
+        for negative_length, _, name in sorted(_rotated(kvstores, turn), key=lambda one: one[:2])[:MAX_KVSTORES]:
+            memory_end = self._memory_end(f"kvstore/{name}", holding.ids[:-negative_length])
+            sources.append(Source(self._kvstores[name], -1, -negative_length, memory_end))
+        rows = usable_rows[holding.by_row[usable_rows] > least]
+        table = self._table.rows[rows]
+        order = np.lexsort(
+            (_turns(len(rows), turn), table["queued_tokens"] + table["pending_tokens"], -holding.by_row[rows])
+        )
+        for row in rows[order][:MAX_WORKERS].tolist():
+            length = int(holding.by_row[row])
+            sources.append(Source(self._table.workers[self._table.by_row[row]].record, row, length, length))
+        return sources
 
-        Among several that hold a segment: one on the same host, then the least busy one, then by `turn`.
-        """
-        here = self._table.workers[self._table.by_row[row]].record.host
-        runs = []
-        for kind, first, end in segments:
-            records = (
-                self._kvstores_with(holding, end)
-                if kind == "kvstore"
-                else self._workers_with(holding, end, usable_rows[usable_rows != row])
-            )
-            if not records:
-                break
-            nearest = [record for record in records if record.host == here] or records
-            runs.append(_run(nearest[turn % len(nearest)], first, end))
-        return runs
+    def arrays(self, sources: list[Source], candidates: IntArray) -> Sources:
+        """As policies see them."""
+        locations = [source.record.location for source in sources]
+        hosts = np.array([host_number(source.record.host) for source in sources], np.int64)
+        links = self._table.links
+        return Sources(
+            end=np.array([source.end for source in sources], np.int64),
+            memory_end=np.array([source.memory_end for source in sources], np.int64),
+            queue_bytes=links.queue_bytes(locations),
+            is_self=candidates[:, None] == np.array([source.row for source in sources], np.int64),
+            links=links.links(candidates, locations, self._table.rows["host"][candidates][:, None] == hosts),
+        )
 
-    def _kvstores_with(self, holding: Holding, end: int) -> list[LocationRecord]:
-        return [self._kvstores[name] for name, length in holding.by_kvstore.items() if length >= end]
-
-    def _workers_with(self, holding: Holding, end: int, rows: IntArray) -> list[LocationRecord]:
-        holding_rows = rows[holding.by_row[rows] >= end]
-        if not len(holding_rows):
-            return []
-        table = self._table.rows[holding_rows]
-        busy = table["queued_tokens"] + table["pending_tokens"]
-        return [self._table.workers[self._table.by_row[int(row)]].record for row in holding_rows[busy == busy.min()]]
+    def _memory_end(self, location: str, ids: list[BlockId]) -> int:
+        """How many of the leading `ids`, all held, are not on the SSD. The SSD's follow those in memory."""
+        tiers = self._replica.locations[location].tiers
+        return bisect_left(ids, True, key=lambda id_: tiers.get(id_) == Tier.SSD)
 
     def _refresh(self) -> None:
         if self._version == self._replica.version:
@@ -115,7 +130,18 @@ class Holders:
         return location.slot if location is not None and location.epoch == epoch else -1
 
 
-def _run(record: LocationRecord, first: int, end: int) -> PullRun:
+def _turns(count: int, turn: int) -> IntArray:
+    return (np.arange(count) + turn) % max(1, count)
+
+
+def _rotated(items: list[T], turn: int) -> list[T]:
+    middle = turn % max(1, len(items))
+    return items[middle:] + items[:middle]
+
+
+def pull_run(source: Source, first: int, end: int) -> PullRun:
+    """Blocks [first, end) from `source`."""
+    record = source.record
     return PullRun(
         kind=record.kind,
         location_id=record.id,
@@ -124,4 +150,5 @@ def _run(record: LocationRecord, first: int, end: int) -> PullRun:
         grpc_address=record.transfer_grpc_address or record.grpc_address,
         first_block=first,
         num_blocks=end - first,
+        num_ssd_blocks=max(0, end - max(first, source.memory_end)),
     )

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from services.router.domain import Ask, Explanation, Placement, PullRun, RefusalReason, Refused, WorkerId
-from services.router.holders import Holders
+from services.router.holders import Holders, Source, pull_run
 from services.router.policies import POLICIES
 from services.router.policies.costs import Costs, estimate
+from services.router.policies.pulls import NO_SOURCE, PullPlans
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView, rendezvous
 from services.router.rates import RunningMean
 from services.router.workers import WorkerTable
@@ -53,25 +54,16 @@ class Placer:
         holding = self._holders.find(ask.block_ids)
         peers = np.flatnonzero(self._table.rows["live"] & ~self._table.suspect(now_s))
         request = self._request(ask, candidates)
-        view = PolicyView(
-            rows=self._table.rows[candidates],
-            local_blocks=np.minimum(holding.by_row[candidates], request.usable_blocks),
-            peer_blocks=holding.best_other(peers, candidates),
-            kvstore_blocks=holding.best_kvstore,
-        )
+        local_blocks = np.minimum(holding.by_row[candidates], request.usable_blocks)
+        sources = self._holders.sources(holding, candidates, peers, local_blocks=local_blocks, turn=self._sequence)
+        view = PolicyView(self._table.rows[candidates], local_blocks, self._holders.arrays(sources, candidates))
         costs = estimate(request, view)
         overload = self._overload(ask, costs)
         if overload is not None:
             return overload
         scores = POLICIES[policy](request, view, costs)
         chosen = _lowest(scores, view, request)
-        runs = self._holders.runs(
-            holding,
-            _segments(costs, view, chosen),
-            row=int(candidates[chosen]),
-            usable_rows=peers,
-            turn=self._sequence,
-        )
+        runs = _runs(costs.pull, sources, chosen, int(local_blocks[chosen]))
         return self._placement(candidates, view, costs, scores, chosen, runs, policy)
 
     def knows(self, model: str) -> bool:
@@ -158,6 +150,7 @@ class Placer:
             predicted_ttft_s=float(costs.predicted_ttft_s[chosen]),
             prefill_tokens=tokens,
             num_blocks=-(-tokens // identity.block_tokens) + sum(run.num_blocks for run in runs),
+            pulled_bytes=tuple((run.location, float(run.num_blocks * identity.block_bytes)) for run in runs),
             policy=policy,
             explanation=Explanation(candidates, scores, costs.terms(), chosen),
         )
@@ -172,11 +165,8 @@ def _lowest(scores: FloatArray, view: PolicyView, request: PolicyRequest) -> int
     return int(equals[rendezvous(view.rows["name_hash"][equals], request.prefix_key).argmax()])
 
 
-def _segments(costs: Costs, view: PolicyView, chosen: int) -> list[tuple[str, int, int]]:
-    """What the chosen worker pulls, as (kind of holder, first block, end block)."""
-    pull = costs.pull
-    local, fast_end, end = int(view.local_blocks[chosen]), int(pull.fast_end[chosen]), int(pull.end[chosen])
-    fast, slow = ("kvstore", "worker") if pull.kvstore_is_fast[chosen] else ("worker", "kvstore")
-    return [
-        (kind, first, last) for kind, first, last in ((fast, local, fast_end), (slow, fast_end, end)) if last > first
-    ]
+def _runs(plans: PullPlans, sources: list[Source], chosen: int, local: int) -> list[PullRun]:
+    """What the chosen worker pulls."""
+    first_end, end = int(plans.first_end[chosen]), int(plans.end[chosen])
+    planned = ((plans.first_source[chosen], local, first_end), (plans.second_source[chosen], first_end, end))
+    return [pull_run(sources[source], first, last) for source, first, last in planned if source != NO_SOURCE]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 _SLOPE_WEIGHT = 0.1
 # Share of an idle step that one more sequence adds, before it has been measured.
 _SLOPE_SHARE = 0.03
-_HALF_LIFE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -24,30 +23,6 @@ class StepSlope:
                 measured_s if self.value_s < 0 else self.value_s + _SLOPE_WEIGHT * (measured_s - self.value_s)
             )
         return self.value_s if self.value_s >= 0 else _SLOPE_SHARE * idle_step_s
-
-
-@dataclass(slots=True)
-class AgedRate:
-    """A reported rate that goes back to the assumed one while it is not measured again.
-
-    One slow transfer would otherwise end all transfers, and with them every chance to measure a better one.
-    """
-
-    assumed: float
-    reported: float = 0.0
-    changed_s: float = 0.0
-
-    def update(self, reported: float, now_s: float) -> float:
-        """The rate to count with, given the latest report; 0 is none."""
-        if reported != self.reported:
-            self.reported = reported
-            self.changed_s = now_s
-        if reported <= 0:
-            return self.assumed
-        if reported >= self.assumed:
-            return reported
-        weight = 0.5 ** ((now_s - self.changed_s) / _HALF_LIFE_S)
-        return float(self.assumed * (reported / self.assumed) ** weight)
 
 
 @dataclass(slots=True)

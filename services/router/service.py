@@ -158,6 +158,7 @@ def _pull_step(run: PullRun) -> common_pb2.PullStep:
         grpc_address=run.grpc_address,
         first_block=run.first_block,
         num_blocks=run.num_blocks,
+        num_ssd_blocks=run.num_ssd_blocks,
     )
 
 

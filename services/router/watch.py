@@ -11,22 +11,30 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Literal
 
 import grpc
 import grpc.aio
 import structlog
-from kvmesh.v1 import worker_pb2, worker_pb2_grpc
+from kvmesh.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
+from services.common.keys import location_key
 from services.common.redis_client import Backoff
 from services.common.registry import LocationRecord, RegistryChange
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
-from services.router.domain import Identity, Load, WorkerId
+from services.router.domain import HolderLinks, Identity, Load, MeasuredLink, WorkerId
 from services.router.errors import WrongWorkerError
 from services.router.workers import WorkerTable
 
 # A stream without a report for this long is given up.
 SILENCE_S = 2.0
+# What is said to be slower is counted as this.
+_LEAST_BYTES_PER_S = 1.0
+_KINDS: dict[common_pb2.LocationKind.ValueType, Literal["worker", "kvstore"]] = {
+    common_pb2.LOCATION_KIND_WORKER: "worker",
+    common_pb2.LOCATION_KIND_KVSTORE: "kvstore",
+}
 _log = structlog.get_logger()
 
 
@@ -201,8 +209,22 @@ def load_of(message: worker_pb2.WorkerLoad) -> Load:
         free_blocks=message.free_blocks,
         prefill_tokens_per_s=message.prefill_tokens_per_s,
         decode_step_s=message.decode_step_s,
-        kvstore_pull_bytes_per_s=message.kvstore_pull_bytes_per_s,
-        peer_pull_bytes_per_s=message.peer_pull_bytes_per_s,
         admitted=tuple(message.admitted),
         ended=tuple(message.ended),
+        holders=tuple(_holder_of(one) for one in message.holders if one.kind in _KINDS),
+    )
+
+
+def _holder_of(message: worker_pb2.HolderLinks) -> HolderLinks:
+    return HolderLinks(
+        location_key(_KINDS[message.kind], message.location_id),
+        _link_of(message.memory) if message.HasField("memory") else None,
+        _link_of(message.ssd) if message.HasField("ssd") else None,
+        message.in_flight_bytes,
+    )
+
+
+def _link_of(message: worker_pb2.MeasuredLink) -> MeasuredLink:
+    return MeasuredLink(
+        max(_LEAST_BYTES_PER_S, message.bytes_per_s), max(0.0, message.setup_s), min(1.0, max(0.0, message.freshness))
     )

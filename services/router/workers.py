@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from services.common.registry import LocationRecord
 from services.router.domain import AttemptId, Identity, Load, WorkerId
+from services.router.link_table import LinkTable
 from services.router.own_pauses import OwnPauses
 from services.router.policies.view import WORKER_ROW, WorkerRows
-from services.router.rates import AgedRate, StepSlope
+from services.router.rates import StepSlope
 
 # A worker whose reports or whose steps (while it has work) stand still for this long is suspect.
 SUSPECT_S = 1.0
@@ -24,17 +25,16 @@ SUSPECT_S = 1.0
 _SLOW_STEPS = 4.0
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _DEFAULT_DECODE_STEP_S = 0.03
-# Bytes/s of a pull before any was measured: a modest network.
-_PULL_BYTES_PER_S = 300e6
 
 
 @dataclass(slots=True)
 class PendingAttempt:
-    """A grant that no report shows yet."""
+    """A grant that no report shows yet; pulls: bytes that it is to pull, by location."""
 
     tokens: int
     blocks: int
     granted_s: float
+    pulls: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -47,8 +47,11 @@ class Worker:
     progress: int = -1
     pending: dict[str, PendingAttempt] = field(default_factory=dict)
     slope: StepSlope = field(default_factory=StepSlope)
-    kvstore_rate: AgedRate = field(default_factory=lambda: AgedRate(_PULL_BYTES_PER_S))
-    peer_rate: AgedRate = field(default_factory=lambda: AgedRate(_PULL_BYTES_PER_S))
+
+
+def host_number(host: str) -> int:
+    """A host's number in the rows."""
+    return int.from_bytes(blake2b(host.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class WorkerTable:
@@ -62,6 +65,7 @@ class WorkerTable:
         self._pauses = OwnPauses()
         self.workers: dict[WorkerId, Worker] = {}
         self.by_row: dict[int, WorkerId] = {}
+        self.links = LinkTable()
         self.pending_timeouts = 0
 
     @property
@@ -79,6 +83,7 @@ class WorkerTable:
         known = self.workers.get(worker_id)
         if known is not None and known.record.epoch == record.epoch:
             known.record = record
+            self._rows[known.row]["host"] = host_number(record.host)
             return known
         self.forget(worker_id)
         worker = Worker(record, self._new_row())
@@ -86,6 +91,7 @@ class WorkerTable:
         self.by_row[worker.row] = worker_id
         row = self._rows[worker.row]
         row["live"] = True
+        row["host"] = host_number(record.host)
         row["slot"] = -1
         row["model"] = -1
         row["name_hash"] = int.from_bytes(blake2b(record.id.encode(), digest_size=8).digest(), "little")
@@ -95,6 +101,9 @@ class WorkerTable:
         """Drop a worker and what is pending on it."""
         worker = self.workers.pop(worker_id, None)
         if worker is not None:
+            for key in list(worker.pending):
+                self._end_pending(worker, key)
+            self.links.forget(worker.row)
             del self.by_row[worker.row]
             self._rows[worker.row] = np.zeros((), WORKER_ROW)
             self._free.append(worker.row)
@@ -136,7 +145,7 @@ class WorkerTable:
         row["free_blocks"] = load.free_blocks
         self._learn(worker, load, now_s)
         for key in (*load.admitted, *load.ended):
-            worker.pending.pop(key, None)
+            self._end_pending(worker, key)
         self._count_pending(worker, now_s)
 
     def broken(self, worker_id: WorkerId) -> None:
@@ -148,13 +157,15 @@ class WorkerTable:
     def grant(self, worker_id: WorkerId, attempt: AttemptId, pending: PendingAttempt) -> None:
         """Count a grant as load."""
         worker = self.workers[worker_id]
+        self._end_pending(worker, str(attempt))
         worker.pending[str(attempt)] = pending
+        self.links.add(pending.pulls)
         self._count_pending(worker, pending.granted_s)
 
     def end(self, worker_id: WorkerId, attempt: AttemptId, now_s: float) -> None:
         """An attempt has ended, whether or not a report has shown it."""
         worker = self.workers.get(worker_id)
-        if worker is not None and worker.pending.pop(str(attempt), None) is not None:
+        if worker is not None and self._end_pending(worker, str(attempt)):
             self._count_pending(worker, now_s)
 
     def suspect(self, now_s: float) -> npt.NDArray[np.bool_]:
@@ -188,15 +199,22 @@ class WorkerTable:
         idle_step_s = (identity.decode_step_s if identity else 0.0) or _DEFAULT_DECODE_STEP_S
         row["decode_slope_s"] = worker.slope.update(idle_step_s, load.decode_step_s, load.decoding_sequences)
         row["stall_limit_s"] = max(SUSPECT_S, _SLOW_STEPS * row["step_token_budget"] / row["prefill_tokens_per_s"])
-        row["kvstore_bytes_per_s"] = worker.kvstore_rate.update(load.kvstore_pull_bytes_per_s, now_s)
-        row["peer_bytes_per_s"] = worker.peer_rate.update(load.peer_pull_bytes_per_s, now_s)
+        self.links.report(worker.row, load.holders)
+
+    def _end_pending(self, worker: Worker, key: str) -> bool:
+        """A grant counts no more; whether it did."""
+        pending = worker.pending.pop(key, None)
+        if pending is None:
+            return False
+        self.links.release(pending.pulls)
+        return True
 
     def _count_pending(self, worker: Worker, now_s: float) -> None:
         overdue = [
             key for key, attempt in worker.pending.items() if now_s - attempt.granted_s > self._pending_timeout_s
         ]
         for key in overdue:
-            del worker.pending[key]
+            self._end_pending(worker, key)
         self.pending_timeouts += len(overdue)
         row = self._rows[worker.row]
         row["pending"] = len(worker.pending)

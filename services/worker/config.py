@@ -38,6 +38,11 @@ class WorkerSettings(ServiceSettings):
     )
     max_served_blocks: int = Field(1024, ge=1, description="Most blocks pinned for pulls by others.")
     max_pull_s: float = Field(5.0, gt=0, description="Longest pull before the rest is computed.")
+    pull_half_life_s: float = Field(
+        30.0,
+        gt=0,
+        description="Time in which a bad figure of a link loses half of its weight, so that it is tried again.",
+    )
     default_deadline_s: float = Field(600.0, gt=0, description="Deadline of calls that bring none.")
     stream_queue: int = Field(1024, ge=1, description="Most outputs a slow reader of a stream may leave unread.")
     start_timeout_s: float = Field(300.0, gt=0, description="Longest time until the model has produced a token.")

@@ -11,7 +11,9 @@ from services.worker.load_board import LoadBoard
 from services.worker.messages import (
     ChoiceOutput,
     EngineLoad,
+    HolderLinks,
     HolderRun,
+    MeasuredLink,
     PositionLogprob,
     RequestUsage,
     Sampling,
@@ -19,6 +21,7 @@ from services.worker.messages import (
 )
 
 _KINDS = {common_pb2.LOCATION_KIND_WORKER: "worker", common_pb2.LOCATION_KIND_KVSTORE: "kvstore"}
+_KIND_NUMBERS = {name: number for number, name in _KINDS.items()}
 _FINISH = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
 
 
@@ -95,8 +98,23 @@ def _fill_load(proto: worker_pb2.WorkerLoad, load: EngineLoad) -> None:
     proto.referenced_blocks = load.referenced_blocks
     proto.prefill_tokens_per_s = load.prefill_tokens_per_s
     proto.decode_step_s = load.decode_step_s
-    proto.kvstore_pull_bytes_per_s = load.kvstore_pull_bytes_per_s
-    proto.peer_pull_bytes_per_s = load.peer_pull_bytes_per_s
+    proto.holders.extend(_holder_links(one) for one in load.holders)
+
+
+def _holder_links(one: HolderLinks) -> worker_pb2.HolderLinks:
+    return worker_pb2.HolderLinks(
+        kind=_KIND_NUMBERS[one.kind],
+        location_id=one.location_id,
+        memory=_link(one.memory),
+        ssd=_link(one.ssd),
+        in_flight_bytes=one.in_flight_bytes,
+    )
+
+
+def _link(link: MeasuredLink | None) -> worker_pb2.MeasuredLink | None:
+    if link is None:
+        return None
+    return worker_pb2.MeasuredLink(bytes_per_s=link.bytes_per_s, setup_s=link.setup_s, freshness=link.freshness)
 
 
 def _sampling(proto: common_pb2.SamplingParams) -> Sampling:
@@ -129,6 +147,7 @@ def _pull_plan(steps: Sequence[common_pb2.PullStep]) -> list[HolderRun]:
                 grpc_address=step.grpc_address,
                 first_block=step.first_block,
                 num_blocks=step.num_blocks,
+                num_ssd_blocks=min(step.num_ssd_blocks, step.num_blocks),
             )
         )
     return plan

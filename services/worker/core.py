@@ -18,6 +18,7 @@ from services.worker.admission import SchedulerLimits
 from services.worker.block_pool import BlockPool
 from services.worker.draws import DrawRow, Draws
 from services.worker.errors import QueueFull, Refused
+from services.worker.link_rates import LinkRates
 from services.worker.messages import (
     Abort,
     AdmittedRequest,
@@ -27,6 +28,7 @@ from services.worker.messages import (
     EngineLoad,
     Message,
     PinBlocks,
+    PullCut,
     PullDone,
     PushDone,
     PushTarget,
@@ -57,12 +59,13 @@ class CoreLimits:
 class EngineCore:
     """Scheduler, pool and transfers of one replica behind messages."""
 
-    def __init__(self, limits: CoreLimits, num_blocks: int, block_key: bytes, rates: Rates) -> None:
+    def __init__(self, limits: CoreLimits, num_blocks: int, block_key: bytes, rates: Rates, links: LinkRates) -> None:
         self.to_front: list[Message] = []
         self.to_mover: list[Message] = []
         # Set at admissions and finishes; the owner sends a load and clears it.
         self.load_changed = False
         self.rates = rates
+        self._links = links
         self.pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(limits.scheduler, self.pool, block_key)
         # Transfers may not take so many slots that nothing else runs.
@@ -71,7 +74,7 @@ class EngineCore:
             max_push_blocks=min(limits.transfers.max_push_blocks, num_blocks // 4),
             max_served_blocks=min(limits.transfers.max_served_blocks, num_blocks // 4),
         )
-        self.transfers = Transfers(transfers, self.pool)
+        self.transfers = Transfers(transfers, self.pool, links)
         self._limits = limits
         self._progress = 0
         self._draining = False
@@ -92,8 +95,10 @@ class EngineCore:
                 self._draining = True
             case PushTarget(location_id=location_id, epoch=epoch):
                 self.transfers.set_push_target((location_id, epoch) if location_id else None, now)
+            case PullCut():
+                self._enqueue_pulled(self.transfers.cut_pull(message, now))
             case PullDone():
-                self._finish_pull(message, now)
+                self._enqueue_pulled(self.transfers.finish_pull(message, now))
             case PushDone():
                 self.transfers.finish_push(message)
             case PinBlocks():
@@ -166,7 +171,7 @@ class EngineCore:
             self.fail_request(key, "INTERNAL", detail)
         self._announce()
 
-    def load(self) -> EngineLoad:
+    def load(self, now: float) -> EngineLoad:
         """The present load; each call counts as progress of the loop."""
         self._progress += 1
         pool, rates, requests = self.pool.statistics, self.rates, self.scheduler.requests.values()
@@ -183,10 +188,11 @@ class EngineCore:
             prefill_tokens_per_s=rates.prefill_tokens_per_s,
             decode_step_s=rates.decode_step_s,
             preemptions=self.scheduler.preemptions,
-            kvstore_pull_bytes_per_s=rates.kvstore_pull_bytes_per_s,
-            peer_pull_bytes_per_s=rates.peer_pull_bytes_per_s,
             pushes_dropped=self.transfers.pushes_dropped,
             pushes_deferred=self.transfers.pushes_deferred,
+            holders=self._links.messages(now),
+            pulls_skipped=dict(self.transfers.pulls_skipped),
+            pulls_cut=self.transfers.pulls_cut,
         )
 
     def _submit(self, message: Submit, now: float) -> None:
@@ -205,7 +211,13 @@ class EngineCore:
             return
         pull = None
         if request.pull_plan and self._limits.scheduler.prefix_cache:
-            pull = self.transfers.start_pull(request, hits, now, reserve=self.scheduler.num_running)
+            pull = self.transfers.start_pull(
+                request,
+                hits,
+                now,
+                reserve=self.scheduler.num_running,
+                block_compute_s=BLOCK_TOKENS / self.rates.prefill_tokens_per_s,
+            )
         planned = hits + (len(pull.slots) if pull else 0)
         self.to_front.append(AdmittedRequest(message.key, planned * BLOCK_TOKENS))
         self.load_changed = True
@@ -220,9 +232,10 @@ class EngineCore:
             self.to_front.append(RequestAborted(_usage(request), now - request.arrival_s, request.traceparent))
         self._remove(key)
 
-    def _finish_pull(self, done: PullDone, now: float) -> None:
-        request, runs = self.transfers.finish_pull(done, now)
-        self.rates.observe_pull(runs, done.bytes_per_s)
+    def _enqueue_pulled(self, request: Request | None) -> None:
+        """The pull of `request` has ended, or is given up."""
+        # Routers count what is in flight.
+        self.load_changed = True
         if request is not None:
             self.scheduler.enqueue(request)
 

@@ -29,7 +29,10 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HolderRun(msgspec.Struct, frozen=True, array_like=True):
-    """Part of a pull plan: `num_blocks` of the request's blocks from `first_block` on, at one holder."""
+    """Part of a pull plan: `num_blocks` of the request's blocks from `first_block` on, at one holder.
+
+    num_ssd_blocks: how many at its end are expected on the holder's SSD.
+    """
 
     kind: str  # "worker" | "kvstore"
     location_id: str
@@ -38,6 +41,12 @@ class HolderRun(msgspec.Struct, frozen=True, array_like=True):
     grpc_address: str
     first_block: int
     num_blocks: int
+    num_ssd_blocks: int = 0
+
+    @property
+    def holder(self) -> tuple[str, str]:
+        """Kind and id of the location."""
+        return self.kind, self.location_id
 
 
 class Submit(Message, frozen=True):
@@ -173,11 +182,30 @@ class RequestAborted(Message, frozen=True):
     traceparent: str
 
 
+class MeasuredLink(msgspec.Struct, frozen=True, array_like=True):
+    """What pulls from one tier of one holder have taught; freshness falls from 1 to 0 while none teaches anew."""
+
+    bytes_per_s: float
+    setup_s: float
+    freshness: float
+
+
+class HolderLinks(msgspec.Struct, frozen=True, array_like=True):
+    """Of one holder that this worker pulls from: its memory, its SSD, and what is being pulled from it now."""
+
+    kind: str
+    location_id: str
+    memory: MeasuredLink | None
+    ssd: MeasuredLink | None
+    in_flight_bytes: int
+
+
 class EngineLoad(Message, frozen=True):
-    """Fields and meaning of proto WorkerLoad; sent every 100 ms and at admissions and finishes.
+    """Fields and meaning of proto WorkerLoad; sent every 100 ms and at admissions, finishes and ends of pulls.
 
     pushes_dropped: blocks not offered for want of room. pushes_deferred: times that a completed block had to wait for
-    the turn of its ancestors at a new node.
+    the turn of its ancestors at a new node. pulls_skipped: planned pulls that did not begin, by reason. pulls_cut:
+    pulls given up for falling behind.
     """
 
     progress: int
@@ -191,10 +219,11 @@ class EngineLoad(Message, frozen=True):
     prefill_tokens_per_s: float
     decode_step_s: float
     preemptions: int
-    kvstore_pull_bytes_per_s: float
-    peer_pull_bytes_per_s: float
     pushes_dropped: int
     pushes_deferred: int = 0
+    holders: list[HolderLinks] = []
+    pulls_skipped: dict[str, int] = {}
+    pulls_cut: int = 0
 
 
 class BlockChanges(Message, frozen=True):
@@ -207,7 +236,8 @@ class BlockChanges(Message, frozen=True):
 class PullBlocks(Message, frozen=True):
     """Fetch blocks `ids` into pool `slots` (same length, prefix order) from `runs`, whose indices are into `ids`.
 
-    deadline_s: seconds that the pull may take, from sending.
+    deadline_s: seconds that the pull may take, from sending. A pull that lags behind computing the same blocks, one
+    every block_compute_s, by more than patience_s is cut: PullCut, and PullDone once its slots are free. 0: never.
     """
 
     key: int
@@ -217,6 +247,8 @@ class PullBlocks(Message, frozen=True):
     runs: list[HolderRun]
     deadline_s: float
     traceparent: str
+    patience_s: float = 0.0
+    block_compute_s: float = 0.0
 
 
 class CancelPull(Message, frozen=True):
@@ -247,17 +279,43 @@ class PinnedSlots(Message, frozen=True):
     slots: list[int]
 
 
-class PullDone(Message, frozen=True):
-    """A pull has ended: the first `num_blocks` are verified in their slots, the rest untouched by now.
+class RunTiming(msgspec.Struct, frozen=True, array_like=True):
+    """How one run of a pull went: blocks that arrived, how many of them from an SSD, and the time.
 
-    tiers: of each arrived block, "peer", "ram" or "ssd". bytes_per_s: payload over wall time, 0 when nothing came.
+    first_block_s: from the run's start to its first block, 0 when none came. outcome: "ok" (everything came), "short"
+    (the holder had less), "late" (cut, or its deadline passed) or "failed" (no answer, a refusal, a wrong block).
+    """
+
+    num_blocks: int
+    num_ssd_blocks: int
+    first_block_s: float
+    seconds: float
+    outcome: str
+
+
+class PullCut(Message, frozen=True):
+    """A pull is given up: the first `num_blocks` are verified in their slots and its request may go on.
+
+    The other slots stay the mover's until PullDone, which repeats the count and brings no timings.
     """
 
     key: int
     num_blocks: int
     tiers: list[str]
-    bytes_per_s: float
+    runs: list[RunTiming]
+
+
+class PullDone(Message, frozen=True):
+    """A pull has ended: the first `num_blocks` are verified in their slots, the rest untouched by now.
+
+    tiers: of each arrived block, "peer", "ram" or "ssd". runs: of each run that was begun, in order.
+    """
+
+    key: int
+    num_blocks: int
+    tiers: list[str]
     error: str
+    runs: list[RunTiming] = []
 
 
 class PushDone(Message, frozen=True):
@@ -327,7 +385,7 @@ class MoverCounters(Message, frozen=True):
 
 
 FromFrontToEngine = Configure | Submit | Abort | DrainEngine | PushTarget
-FromMoverToEngine = PullDone | PushDone | PinBlocks | Unpin
+FromMoverToEngine = PullDone | PullCut | PushDone | PinBlocks | Unpin
 FromEngineToFront = (
     EngineReady
     | EngineFailed

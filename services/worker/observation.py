@@ -38,6 +38,11 @@ class WorkerMetrics:
             _meter.create_observable_gauge(name, callbacks=[self._load_gauge(read)])
         for name, read_total in _LOAD_TOTALS.items():
             _meter.create_observable_counter(name, callbacks=[self._load_gauge(read_total)])
+        _meter.create_observable_counter(
+            "kvmesh_worker_pulls_skipped",
+            callbacks=[lambda _: self._skipped()],
+            description="Planned pulls that did not begin, by reason.",
+        )
         for name, read_mover in _MOVER_TOTALS.items():
             _meter.create_observable_counter(name, callbacks=[self._mover_total(read_mover)])
         _meter.create_observable_counter(
@@ -66,6 +71,10 @@ class WorkerMetrics:
         """A request has ended in another way: "stale", "cancelled" or a status name in lower case."""
         self._requests.add(1, {"outcome": outcome})
 
+    def _skipped(self) -> list[Observation]:
+        load = self._board.load
+        return [Observation(count, {"reason": reason}) for reason, count in load.pulls_skipped.items()] if load else []
+
     def _load_gauge(self, read: Callable[[EngineLoad], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
         return lambda _: [Observation(read(self._board.load))] if self._board.load else []
 
@@ -88,6 +97,7 @@ _LOAD_TOTALS: dict[str, Callable[[EngineLoad], float]] = {
     "kvmesh_worker_preemptions": lambda load: load.preemptions,
     "kvmesh_worker_pushes_dropped": lambda load: load.pushes_dropped,
     "kvmesh_worker_pushes_deferred": lambda load: load.pushes_deferred,
+    "kvmesh_worker_pulls_cut": lambda load: load.pulls_cut,
     "kvmesh_worker_loop_turns": lambda load: load.progress,
 }
 _MOVER_TOTALS: dict[str, Callable[[MoverCounters], int]] = {

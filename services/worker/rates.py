@@ -1,10 +1,6 @@
-"""Speeds learned from what has run: prefill, decode and pulls. Pure arithmetic on observed figures."""
+"""Speeds learned from what has run: prefill and decode. Pure arithmetic on observed figures."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-from services.worker.messages import HolderRun
 
 # Weight of the newest observation: a change of speed shows within ten steps, one slow step moves it by a fifth.
 _WEIGHT = 0.2
@@ -20,8 +16,6 @@ class Rates:
     def __init__(self, prefill_tokens_per_s: float, decode_step_s: float) -> None:
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self.decode_step_s = decode_step_s
-        self.kvstore_pull_bytes_per_s = 0.0
-        self.peer_pull_bytes_per_s = 0.0
 
     def observe_step(self, *, prefill_tokens: int, decode_rows: int, step_s: float) -> None:
         """One step that has run. Decode rows in it cost about what prefill tokens do."""
@@ -30,15 +24,6 @@ class Rates:
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, rate)
         elif not prefill_tokens and decode_rows:
             self.decode_step_s = _mean(self.decode_step_s, step_s)
-
-    def observe_pull(self, runs: Sequence[HolderRun], bytes_per_s: float) -> None:
-        """One pull that brought something."""
-        if not runs or bytes_per_s <= 0:
-            return
-        if runs[0].kind == "kvstore":
-            self.kvstore_pull_bytes_per_s = _mean(self.kvstore_pull_bytes_per_s, bytes_per_s)
-        else:
-            self.peer_pull_bytes_per_s = _mean(self.peer_pull_bytes_per_s, bytes_per_s)
 
     def token_budget(self, most: int, target_step_s: float) -> int:
         """Tokens of a step that is to take `target_step_s`, at most `most`."""

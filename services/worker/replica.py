@@ -139,6 +139,7 @@ async def _start_engine(settings: WorkerSettings, source: ModelSource, parts: Sh
         max_queue_s=settings.max_queue_s,
         prefix_cache=settings.prefix_cache,
         max_pull_s=settings.max_pull_s,
+        pull_half_life_s=settings.pull_half_life_s,
         max_push_blocks=settings.max_push_blocks,
         repush_bytes_per_s=settings.repush_bytes_per_s,
         max_served_blocks=settings.max_served_blocks,

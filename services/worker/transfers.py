@@ -1,7 +1,8 @@
 """Blocks that the mover reads or writes: pulls, pushes and pins. Pure; every slot here is held until the mover's word.
 
-Pull: slots are allocated for the planned blocks and given back when PullDone comes, the arrived ones registered first,
-so that the scheduler finds them as ordinary prefix hits. Push: write-behind of completed blocks, bounded by
+Pull: slots are allocated for the planned blocks that are worth it (`pull_choice`) and given back when PullDone comes,
+the arrived ones registered first, so that the scheduler finds them as ordinary prefix hits; PullCut does that early for
+what has arrived of a pull that is given up. Push: write-behind of completed blocks, bounded by
 `max_push_blocks` pinned; a block goes only after its parent or together with it. Pin: a remote puller reads.
 """
 
@@ -10,18 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from services.common.blocks import BlockId, join_ids, split_ids
 from services.worker.block_pool import BlockPool
+from services.worker.link_rates import LinkRates
 from services.worker.messages import (
     CancelPull,
     HolderRun,
     PinBlocks,
     PinnedSlots,
     PullBlocks,
+    PullCut,
     PullDone,
     PushBlocks,
     PushDone,
 )
+from services.worker.pull_choice import choose_pull
 from services.worker.push_memory import Node, PushMemory
 from services.worker.sequence import Request
 
@@ -56,9 +62,13 @@ class _Push:
 class Transfers:
     """Everything in flight between the pool and the mover."""
 
-    def __init__(self, limits: TransferLimits, pool: BlockPool) -> None:
+    def __init__(self, limits: TransferLimits, pool: BlockPool, links: LinkRates) -> None:
         self.pushes_dropped = 0
         self.pushes_deferred = 0
+        # Planned pulls that did not begin, by reason: "slower" than computing, "no_room" in the pool.
+        self.pulls_skipped: dict[str, int] = {"slower": 0, "no_room": 0}
+        self.pulls_cut = 0
+        self._links = links
         self._limits = limits
         self._pool = pool
         self._pulls: dict[int, _Pull] = {}
@@ -74,24 +84,43 @@ class Transfers:
         """Whether the mover holds no slot."""
         return not (self._pulls or self._pushes or self._pins)
 
-    def start_pull(self, request: Request, hits: int, now: float, reserve: int) -> PullBlocks | None:
-        """Begin the part of the request's plan that follows its `hits` local blocks; None when there is none.
+    def start_pull(
+        self, request: Request, hits: int, now: float, *, reserve: int, block_compute_s: float
+    ) -> PullBlocks | None:
+        """Begin what is worth pulling of the request's plan after its `hits` local blocks; None when nothing is.
 
-        Leaves at least `reserve` slots available.
+        Leaves at least `reserve` slots available. block_compute_s: what computing a block takes.
         """
+        wanted = _runs_after(request.pull_plan, hits, request.max_hit_blocks)
+        if not wanted or request.key in self._pulls:
+            return None
         held = self._pool.match(request.prompt_ids[:hits])
         room = self._pool.num_available - self._pool.count_unreferenced(held) - reserve
-        runs = _runs_after(request.pull_plan, hits, min(request.max_hit_blocks, hits + room))
-        count = sum(run.num_blocks for run in runs)
-        if not count or request.key in self._pulls:
+        fitting = _runs_after(request.pull_plan, hits, min(request.max_hit_blocks, hits + room))
+        choice = choose_pull(fitting, self._links, block_compute_s=block_compute_s, now=now)
+        runs = choice.runs
+        if not runs:
+            self.pulls_skipped["slower" if fitting else "no_room"] += 1
             return None
+        count = sum(run.num_blocks for run in runs)
         self._pool.hold(held)
         slots = self._pool.allocate(count)
         assert slots is not None
         ids = request.prompt_ids[hits : hits + count]
         self._pulls[request.key] = _Pull(request, held, slots, ids, runs, now)
+        self._links.begin(runs)
         deadline_s = min(self._limits.max_pull_s, request.deadline_s - now)
-        return PullBlocks(request.key, request.request_id, join_ids(ids), slots, runs, deadline_s, request.traceparent)
+        return PullBlocks(
+            request.key,
+            request.request_id,
+            join_ids(ids),
+            slots,
+            runs,
+            deadline_s,
+            request.traceparent,
+            choice.patience_s,
+            block_compute_s,
+        )
 
     def cancel_pull(self, key: int) -> CancelPull | None:
         """The request of a pull is gone; its slots stay held until PullDone. None when it pulls nothing."""
@@ -101,23 +130,43 @@ class Transfers:
         pull.request = None
         return CancelPull(key)
 
-    def finish_pull(self, done: PullDone, now: float) -> tuple[Request | None, list[HolderRun]]:
-        """Register what arrived and give all slots back. Returns the request, if it still waits, and the sources."""
+    def cut_pull(self, cut: PullCut, now: float) -> Request | None:
+        """Register what arrived of a pull that is given up; the other slots stay held until PullDone.
+
+        Returns the request, if it still waits.
+        """
+        pull = self._pulls.get(cut.key)
+        if pull is None or not pull.runs:
+            return None
+        self.pulls_cut += 1
+        return self._take_in(pull, cut, now)
+
+    def finish_pull(self, done: PullDone, now: float) -> Request | None:
+        """Register what arrived and give all slots back. Returns the request, if it still waits."""
         pull = self._pulls.pop(done.key, None)
         if pull is None:
-            return None, []
+            return None
+        request = self._take_in(pull, done, now) if pull.runs else None
+        self._pool.release(pull.slots)
+        return request
+
+    def _take_in(self, pull: _Pull, told: PullCut | PullDone, now: float) -> Request | None:
+        """Learn from a pull, register what arrived, and let go of that and of the blocks before; once for each pull."""
+        self._links.observe(pull.runs, told.runs, now)
+        self._links.end(pull.runs)
         parent = pull.held[-1] if pull.held else None
-        arrived = min(done.num_blocks, len(pull.slots), len(done.tiers))
+        arrived = min(told.num_blocks, len(pull.slots), len(told.tiers))
         for index in range(arrived):
             parent = pull.slots[index] = self._pool.register(pull.slots[index], pull.ids[index], parent)
             if self._memory.target is not None and _holder(pull.runs, index) == self._memory.target:
                 self._memory.holds(pull.ids[index])
-        self._pool.release(pull.held + pull.slots)
-        if pull.request is not None:
-            pull.request.pull_s = now - pull.started_s
-            first = len(pull.held)
-            pull.request.pulled_tiers = {first + i: done.tiers[i] for i in range(arrived)}
-        return pull.request, pull.runs
+        self._pool.release(pull.held + pull.slots[:arrived])
+        request, first = pull.request, len(pull.held)
+        if request is not None:
+            request.pull_s = now - pull.started_s
+            request.pulled_tiers = {first + i: told.tiers[i] for i in range(arrived)}
+        pull.request, pull.held, pull.slots, pull.runs = None, [], pull.slots[arrived:], []
+        return request
 
     def set_push_target(self, target: Node | None, now: float) -> None:
         """Another kvstore node, or none: what was pushed is not known to be there."""
@@ -209,15 +258,10 @@ def _runs_after(plan: Sequence[HolderRun], first: int, end: int) -> list[HolderR
             break
         if stop <= position:
             continue
+        num_ssd = max(0, min(stop - position, run.num_ssd_blocks - (run.first_block + run.num_blocks - stop)))
         runs.append(
-            HolderRun(
-                run.kind,
-                run.location_id,
-                run.epoch,
-                run.pull_address,
-                run.grpc_address,
-                position - first,
-                stop - position,
+            msgspec.structs.replace(
+                run, first_block=position - first, num_blocks=stop - position, num_ssd_blocks=num_ssd
             )
         )
         position = stop

@@ -24,8 +24,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, client: RedisClient, secret: MeshSecret, name: str) -> None:
         self.name = name
         self.epoch = new_epoch()
-        self.load = worker_pb2.WorkerLoad(ready=True, free_blocks=10_000, kvstore_pull_bytes_per_s=1e9)
-        self.load.peer_pull_bytes_per_s = 1e9
+        self.load = worker_pb2.WorkerLoad(ready=True, free_blocks=10_000)
         self.silent = False
         self._admitted: list[str] = []
         self._client = client

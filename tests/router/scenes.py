@@ -5,10 +5,20 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from services.common.announcements import Header, Kind, unpack_xor
+from services.common.announcements import Header, Kind, Tier, unpack_xor
 from services.common.blocks import BlockId
 from services.common.registry import LocationRecord
-from services.router.domain import Ask, AttemptId, Identity, Load, Placement, Refused, WorkerId
+from services.router.domain import (
+    Ask,
+    AttemptId,
+    HolderLinks,
+    Identity,
+    Load,
+    MeasuredLink,
+    Placement,
+    Refused,
+    WorkerId,
+)
 from services.router.holders import Holders
 from services.router.index.replica import Replica
 from services.router.placement import PlacementConfig, Placer
@@ -46,9 +56,16 @@ IDLE = Load(
     queued_prefill_tokens=0,
     decoding_sequences=0,
     free_blocks=10_000,
-    kvstore_pull_bytes_per_s=1e9,
-    peer_pull_bytes_per_s=1e9,
 )
+
+
+def links(*locations: str, bytes_per_s: float = 1e9, ssd_bytes_per_s: float = 0.0, **fields: float) -> Load:
+    """An idle worker that has just measured its links to `locations`; all other figures are those of `fields`."""
+    setup_s, freshness = fields.get("setup_s", 0.004), fields.get("freshness", 1.0)
+    ssd = MeasuredLink(ssd_bytes_per_s, 0.005, freshness) if ssd_bytes_per_s else None
+    memory = MeasuredLink(bytes_per_s, setup_s, freshness)
+    queue_bytes = fields.get("in_flight_bytes", 0.0)
+    return replace(IDLE, holders=tuple(HolderLinks(location, memory, ssd, queue_bytes) for location in locations))
 
 
 def chain(length: int) -> list[BlockId]:
@@ -82,14 +99,14 @@ class Scene:
         )
         self.holders.changed()
 
-    def hold(self, location: str, ids: list[BlockId]) -> None:
+    def hold(self, location: str, ids: list[BlockId], tier: Tier = Tier.HBM) -> None:
         known = self.replica.locations.get(location)
         seq = known.seq + 1 if known else 1
         kind = Kind.CHANGE if known else Kind.STAGED | Kind.BEGIN | Kind.COMMIT
         count, xor = (len(known.tiers), known.xor) if known else (0, 0)
         for id_ in ids:
             xor ^= unpack_xor(id_)
-        self.replica.apply(location, Header(1, seq, kind, count + len(ids), xor), [(id_, 0) for id_ in ids], [])
+        self.replica.apply(location, Header(1, seq, kind, count + len(ids), xor), [(id_, tier) for id_ in ids], [])
 
     def ask(self, ids: list[BlockId], *, tokens: int = 0, **fields: object) -> Ask:
         self._asks += 1
@@ -106,7 +123,7 @@ class Scene:
     def place(self, ask: Ask, now_s: float = NOW_S, *, count: bool = False) -> Placement | Refused:
         answer = self.placer.place(ask, now_s)
         if count and isinstance(answer, Placement):
-            pending = PendingAttempt(answer.prefill_tokens, answer.num_blocks, now_s)
+            pending = PendingAttempt(answer.prefill_tokens, answer.num_blocks, now_s, answer.pulled_bytes)
             self.table.grant(answer.worker_id, ask.id, pending)
         return answer
 

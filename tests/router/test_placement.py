@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.router.domain import Placement, RefusalReason, Refused, WorkerId
 from services.router.policies import POLICIES
 from services.router.policies.view import rendezvous
-from tests.router.scenes import IDENTITY, IDLE, NOW_S, Scene, chain
+from tests.router.scenes import IDENTITY, IDLE, NOW_S, Scene, chain, links
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 
@@ -87,7 +87,7 @@ def test_one_system_prompt_for_all_does_not_send_all_to_one_worker(policy: str) 
 def test_the_longer_prefix_wins_when_loads_are_equal(longer: int, shorter: int) -> None:
     scene = Scene()
     ids = chain(32)
-    slow_links = replace(IDLE, kvstore_pull_bytes_per_s=1e3, peer_pull_bytes_per_s=1e3)
+    slow_links = links("worker/a", "worker/b", "worker/c", bytes_per_s=1e3)
     for name in ("a", "b", "c"):
         scene.worker(name, slow_links)
     scene.hold("worker/b", ids[: min(shorter, longer - 1)])
@@ -102,7 +102,7 @@ def test_a_fast_link_pulls_and_a_slow_one_computes() -> None:
     for bytes_per_s, pulls in ((1e9, True), (1e6, False)):
         scene = Scene()
         ids = chain(40)
-        scene.worker("a", replace(IDLE, kvstore_pull_bytes_per_s=bytes_per_s, peer_pull_bytes_per_s=bytes_per_s))
+        scene.worker("a", links("kvstore/k", bytes_per_s=bytes_per_s))
         scene.kvstore("k")
         scene.hold("kvstore/k", ids)
         grant = scene.grant(scene.ask(ids))
@@ -113,7 +113,8 @@ def test_a_fast_link_pulls_and_a_slow_one_computes() -> None:
 def test_a_plan_joins_holders_in_order() -> None:
     scene = Scene()
     ids = chain(40)
-    scene.worker("a", replace(IDLE, kvstore_pull_bytes_per_s=2e9))
+    slow = links("worker/b", bytes_per_s=60e6).holders
+    scene.worker("a", replace(IDLE, holders=(*links("kvstore/k").holders, *slow)))
     scene.worker("b", replace(IDLE, running_requests=16, waiting_requests=20, queued_prefill_tokens=8000))
     scene.kvstore("k")
     scene.hold("worker/a", ids[:5])

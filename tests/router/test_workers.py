@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from services.router.domain import AttemptId, WorkerId
-from services.router.rates import AgedRate, StepSlope
+from services.router.rates import StepSlope
 from services.router.workers import PendingAttempt
 from tests.router.scenes import IDLE, NOW_S, Scene
 
@@ -96,15 +96,6 @@ def test_the_table_grows(scene: Scene) -> None:
         scene.worker(f"w{number}")
     assert scene.table.rows["live"].sum() == 101
     assert scene.table.serving(NOW_S).sum() == 101
-
-
-def test_a_slow_measurement_is_forgotten_in_time() -> None:
-    rate = AgedRate(100.0)
-    assert rate.update(0.0, 0.0) == 100.0
-    assert rate.update(1.0, 0.0) == 1.0
-    assert rate.update(1.0, 30.0) < 10.0
-    assert rate.update(1.0, 600.0) > 95.0
-    assert rate.update(200.0, 601.0) == 200.0
 
 
 def test_the_slope_of_a_step_is_learned() -> None:

@@ -17,6 +17,7 @@ from services.common.blocks import BLOCK_TOKENS, BlockId, chain_block_ids, split
 from services.worker.admission import SchedulerLimits
 from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.batch import StepBuilder
+from services.worker.link_rates import LinkRates
 from services.worker.messages import (
     Abort,
     AdmittedRequest,
@@ -26,6 +27,7 @@ from services.worker.messages import (
     PinBlocks,
     PinnedSlots,
     PullBlocks,
+    PullCut,
     PullDone,
     PushBlocks,
     PushDone,
@@ -82,7 +84,7 @@ def make_core(
         step_token_budget=budget,
         target_step_s=1.0,
     )
-    return EngineCore(limits, num_blocks, KEY, Rates(1000.0, 0.01))
+    return EngineCore(limits, num_blocks, KEY, Rates(1000.0, 0.01), LinkRates(1000))
 
 
 _nodes = st.sampled_from(["", "node", "other"])
@@ -106,6 +108,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.terminal: dict[int, int] = {}
         self.aborted: set[int] = set()
         self.pulls: dict[int, PullBlocks] = {}
+        # Pulls that were given up, and how many of their slots the engine has back.
+        self.cut: dict[int, tuple[PullBlocks, int]] = {}
         self.pushes: dict[int, PushBlocks] = {}
         self.pins: dict[int, list[int]] = {}
         self.pinned_ids: dict[int, list[BlockId]] = {}
@@ -186,6 +190,21 @@ class CoreMachine(RuleBasedStateMachine):
             self._arrive(pull, data.draw(st.integers(0, len(pull.slots))))
 
     @rule(data=st.data())
+    def cut_pull(self, data: st.DataObject) -> None:
+        if self.pulls:
+            pull = self.pulls.pop(data.draw(st.sampled_from(sorted(self.pulls))))
+            count = data.draw(st.integers(0, len(pull.slots)))
+            self._write(pull, count)
+            self.cut[pull.key] = pull, count
+            self._handle(PullCut(pull.key, count, ["ram"] * count, []))
+
+    @rule(data=st.data())
+    def finish_cut_pull(self, data: st.DataObject) -> None:
+        if self.cut:
+            pull, count = self.cut.pop(data.draw(st.sampled_from(sorted(self.cut))))
+            self._handle(PullDone(pull.key, count, ["ram"] * count, "late"))
+
+    @rule(data=st.data())
     def finish_push(self, data: st.DataObject) -> None:
         if self.pushes:
             push = self.pushes.pop(data.draw(st.sampled_from(sorted(self.pushes))))
@@ -236,6 +255,8 @@ class CoreMachine(RuleBasedStateMachine):
                 break
             for pull in list(self.pulls.values()):
                 self._arrive(self.pulls.pop(pull.key), len(pull.slots))
+            for key in list(self.cut):
+                self._handle(PullDone(self.cut.pop(key)[0].key, 0, [], "late"))
             for push in list(self.pushes):
                 self._handle(PushDone(self.pushes.pop(push).key, 0))
             for key in list(self.pins):
@@ -271,6 +292,7 @@ class CoreMachine(RuleBasedStateMachine):
             chunk.sequence.slots[p // 16] for chunk in chunks for p in range(chunk.start, chunk.start + chunk.length)
         }
         busy = [*self.pins.values(), *(p.slots for p in self.pulls.values()), *(p.slots for p in self.pushes.values())]
+        busy += [pull.slots[count:] for pull, count in self.cut.values()]
         assert not written & {slot for slots in busy for slot in slots}
         self.runner.submit(self.builder.build(chunks))
         draws = draw_tokens(self.runner.collect(), EngineCore.draw_rows(chunks))
@@ -278,9 +300,12 @@ class CoreMachine(RuleBasedStateMachine):
         self._collect()
 
     def _arrive(self, pull: PullBlocks, count: int) -> None:
+        self._write(pull, count)
+        self._handle(PullDone(pull.key, count, ["ram"] * count, ""))
+
+    def _write(self, pull: PullBlocks, count: int) -> None:
         for slot, block_id in list(zip(pull.slots, split_ids(pull.ids), strict=True))[:count]:
             self.runner.kv[slot] = prefix_entries(self.texts[block_id])[-BLOCK_TOKENS:]
-        self._handle(PullDone(pull.key, count, ["ram"] * count, 1e6 * count, ""))
 
     def _check_content(self, slots: list[int], ids: list[BlockId]) -> None:
         for slot, block_id in zip(slots, ids, strict=False):

@@ -195,7 +195,7 @@ def test_pulls_arrive_and_blocks_are_pushed() -> None:
         assert len(pull.slots) == 3
         entries = np.array(prefix_entries(prompt)[:48]).reshape(3, 16)
         engine.runner.kv[pull.slots[:2]] = entries[:2]
-        engine.mover.send(PullDone(pull.key, 2, ["ram", "ram"], 1e9, "short"))
+        engine.mover.send(PullDone(pull.key, 2, ["ram", "ram"], "short"))
         engine.until(lambda _: engine.usage(1))
         usage = engine.usage(1)
         assert usage is not None
@@ -213,7 +213,7 @@ def test_messages_that_make_no_sense_fail_alone() -> None:
         engine.until(lambda _: engine.failed(1))
         engine.front.send(submit(2, [1, 2], 4, sampling=Sampling(temperature=0.0, logit_bias={10**6: 1.0})))
         engine.until(lambda _: engine.failed(2))
-        engine.mover.send(PullDone(99, 5, [], 0.0, ""))
+        engine.mover.send(PullDone(99, 5, [], ""))
         engine.front.send(submit(3, [1, 2], 4))
         engine.until(lambda _: engine.usage(3))
 

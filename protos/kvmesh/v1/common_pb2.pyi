@@ -284,6 +284,7 @@ class PullStep(_message.Message):
     GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_SSD_BLOCKS_FIELD_NUMBER: _builtins.int
     kind: Global___LocationKind.ValueType
     location_id: _builtins.str
     """Location id and the epoch the index knew; another epoch there answers "none"."""
@@ -295,6 +296,8 @@ class PullStep(_message.Message):
     first_block: _builtins.int
     """Index of the first block of this run in the request's prompt, and how many."""
     num_blocks: _builtins.int
+    num_ssd_blocks: _builtins.int
+    """How many of them, at the end, the index has on the holder's SSD."""
     def __init__(
         self,
         *,
@@ -305,10 +308,11 @@ class PullStep(_message.Message):
         grpc_address: _builtins.str = ...,
         first_block: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        num_ssd_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "kind", b"kind", "location_id", b"location_id", "num_blocks", b"num_blocks", "pull_address", b"pull_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "kind", b"kind", "location_id", b"location_id", "num_blocks", b"num_blocks", "num_ssd_blocks", b"num_ssd_blocks", "pull_address", b"pull_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -385,10 +385,9 @@ class WorkerLoad(_message.Message):
     REFERENCED_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
-    KVSTORE_PULL_BYTES_PER_S_FIELD_NUMBER: _builtins.int
-    PEER_PULL_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     ADMITTED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Steps of the engine loop so far; stands still when the engine does."""
     ready: _builtins.bool
@@ -404,16 +403,18 @@ class WorkerLoad(_message.Message):
     cached_blocks: _builtins.int
     referenced_blocks: _builtins.int
     prefill_tokens_per_s: _builtins.float
-    """Learned online: prompt tokens/s, seconds of a decode step at the present batch, bytes/s of the latest pulls by source kind."""
+    """Learned online: prompt tokens/s, seconds of a decode step at the present batch."""
     decode_step_s: _builtins.float
-    kvstore_pull_bytes_per_s: _builtins.float
-    peer_pull_bytes_per_s: _builtins.float
     @_builtins.property
     def admitted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Attempts admitted and ended since the last message: "request_id/attempt"."""
 
     @_builtins.property
     def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___HolderLinks]:
+        """The holders that this worker has pulled from of late, at most 16."""
+
     def __init__(
         self,
         *,
@@ -429,18 +430,86 @@ class WorkerLoad(_message.Message):
         referenced_blocks: _builtins.int = ...,
         prefill_tokens_per_s: _builtins.float = ...,
         decode_step_s: _builtins.float = ...,
-        kvstore_pull_bytes_per_s: _builtins.float = ...,
-        peer_pull_bytes_per_s: _builtins.float = ...,
         admitted: _abc.Iterable[_builtins.str] | None = ...,
         ended: _abc.Iterable[_builtins.str] | None = ...,
+        holders: _abc.Iterable[Global___HolderLinks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached_blocks", b"cached_blocks", "decode_step_s", b"decode_step_s", "decoding_sequences", b"decoding_sequences", "draining", b"draining", "ended", b"ended", "free_blocks", b"free_blocks", "kvstore_pull_bytes_per_s", b"kvstore_pull_bytes_per_s", "peer_pull_bytes_per_s", b"peer_pull_bytes_per_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "referenced_blocks", b"referenced_blocks", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached_blocks", b"cached_blocks", "decode_step_s", b"decode_step_s", "decoding_sequences", b"decoding_sequences", "draining", b"draining", "ended", b"ended", "free_blocks", b"free_blocks", "holders", b"holders", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "referenced_blocks", b"referenced_blocks", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class HolderLinks(_message.Message):
+    """What pulls from one holder have taught, and how much of one is under way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    LOCATION_ID_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    SSD_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    kind: _common_pb2.LocationKind.ValueType
+    location_id: _builtins.str
+    in_flight_bytes: _builtins.int
+    @_builtins.property
+    def memory(self) -> Global___MeasuredLink:
+        """A worker's pool or a kvstore's RAM; absent until measured."""
+
+    @_builtins.property
+    def ssd(self) -> Global___MeasuredLink:
+        """A kvstore's SSD: its time is added to that of the memory's setup. Absent until measured."""
+
+    def __init__(
+        self,
+        *,
+        kind: _common_pb2.LocationKind.ValueType = ...,
+        location_id: _builtins.str = ...,
+        memory: Global___MeasuredLink | None = ...,
+        ssd: Global___MeasuredLink | None = ...,
+        in_flight_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "ssd", b"ssd"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight_bytes", b"in_flight_bytes", "kind", b"kind", "location_id", b"location_id", "memory", b"memory", "ssd", b"ssd"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HolderLinks: _TypeAlias = HolderLinks  # noqa: Y015
+
+@_typing.final
+class MeasuredLink(_message.Message):
+    """A pull of n bytes takes setup_s + n / bytes_per_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    SETUP_S_FIELD_NUMBER: _builtins.int
+    FRESHNESS_FIELD_NUMBER: _builtins.int
+    bytes_per_s: _builtins.float
+    setup_s: _builtins.float
+    freshness: _builtins.float
+    """1 just after a measurement, halved with every half-life since: a slow figure counts that much (geometrically)
+    against the assumption about unmeasured links, so that it does not stop all pulls, and measurements, for ever.
+    """
+    def __init__(
+        self,
+        *,
+        bytes_per_s: _builtins.float = ...,
+        setup_s: _builtins.float = ...,
+        freshness: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "freshness", b"freshness", "setup_s", b"setup_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuredLink: _TypeAlias = MeasuredLink  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

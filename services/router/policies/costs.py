@@ -2,8 +2,8 @@
 
     predicted TTFT = queue + pull + prefill + interference
 
-Blocks are moved where moving is predicted to be faster than computing: first from the faster of the two kinds of
-holder as far as it goes, then from the other. All rates are the workers' own, learned online.
+Blocks are moved where moving is predicted to be faster than computing (`pulls`). All rates are the workers' own,
+learned online.
 """
 
 from __future__ import annotations
@@ -12,23 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.router.policies.pulls import PullPlans, best_plans
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView
-
-# Time to set up one pull: a round trip to the holder and the first block's checks.
-PULL_SETUP_S = 0.004
-
-
-@dataclass(frozen=True, slots=True)
-class PullExtent:
-    """Of each candidate: blocks [local, fast_end) come from the faster kind, [fast_end, end) from the other.
-
-    seconds: what moving them takes.
-    """
-
-    kvstore_is_fast: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    fast_end: IntArray
-    end: IntArray
-    seconds: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +27,7 @@ class Costs:
     # Time that this request takes from those already there.
     harm_s: FloatArray
     prefill_tokens: IntArray
-    pull: PullExtent
+    pull: PullPlans
 
     @property
     def predicted_ttft_s(self) -> FloatArray:
@@ -50,56 +35,33 @@ class Costs:
         return self.queue_s + self.pull_s + self.prefill_s + self.interference_s
 
     def terms(self) -> dict[str, FloatArray]:
-        """For the explanation."""
+        """For the explanation; not summed: what of pull_s is waiting at holders, and the prefill that pulls save."""
         return {
             "queue_s": self.queue_s,
             "pull_s": self.pull_s,
             "prefill_s": self.prefill_s,
             "interference_s": self.interference_s,
             "harm_s": self.harm_s,
+            "pull_queue_s": self.pull.queue_s,
+            "saved_prefill_s": self.pull.alone_s - self.prefill_s,
         }
 
 
 def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
     """Costs of `request` on every candidate."""
     rows = view.rows
-    pull = _pull_extent(request, view)
+    pull = best_plans(request, view)
     tokens = request.prompt_tokens - pull.end * request.block_tokens
-    prefill_s = np.maximum(tokens / rows["prefill_tokens_per_s"], rows["decode_step_s"])
     queued = rows["queued_tokens"] + rows["pending_tokens"]
     steps = np.ceil((queued + tokens) / rows["step_token_budget"])
     return Costs(
         queue_s=queued / rows["prefill_tokens_per_s"] + _slot_wait_s(request, view),
         pull_s=pull.seconds,
-        prefill_s=prefill_s,
+        prefill_s=pull.prefill_s,
         interference_s=np.where(rows["decoding"] > 0, steps * rows["decode_step_s"], 0.0),
         harm_s=_harm_s(request, view),
         prefill_tokens=tokens,
         pull=pull,
-    )
-
-
-def _pull_extent(request: PolicyRequest, view: PolicyView) -> PullExtent:
-    rows, local, usable = view.rows, view.local_blocks, request.usable_blocks
-    compute_s = request.block_tokens / rows["prefill_tokens_per_s"]
-    kvstore_s = rows["block_bytes"] / rows["kvstore_bytes_per_s"]
-    peer_s = rows["block_bytes"] / rows["peer_bytes_per_s"]
-    kvstore_end = np.where(kvstore_s < compute_s, min(view.kvstore_blocks, usable), 0)
-    peer_end = np.where(peer_s < compute_s, np.minimum(view.peer_blocks, usable), 0)
-    kvstore_is_fast = kvstore_s <= peer_s
-    fast_end = np.maximum(local, np.where(kvstore_is_fast, kvstore_end, peer_end))
-    end = np.maximum(fast_end, np.where(kvstore_is_fast, peer_end, kvstore_end))
-    seconds = (
-        (fast_end - local) * np.minimum(kvstore_s, peer_s)
-        + (end - fast_end) * np.maximum(kvstore_s, peer_s)
-        + PULL_SETUP_S * ((fast_end > local).astype(np.float64) + (end > fast_end))
-    )
-    worth = seconds < (end - local) * compute_s
-    return PullExtent(
-        kvstore_is_fast,
-        np.where(worth, fast_end, local),
-        np.where(worth, end, local),
-        np.where(worth, seconds, 0.0),
     )
 
 

@@ -11,7 +11,8 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-# One worker. Rates are per second; *_s are seconds; slot is the worker's in the index, -1 where it has none.
+# One worker. Rates are per second; *_s are seconds; host numbers the machine; slot is the worker's in the index, -1
+# where it has none.
 WORKER_ROW = np.dtype(
     [
         ("live", np.bool_),
@@ -36,12 +37,11 @@ WORKER_ROW = np.dtype(
         ("prefill_tokens_per_s", np.float64),
         ("decode_step_s", np.float64),
         ("decode_slope_s", np.float64),
-        ("kvstore_bytes_per_s", np.float64),
-        ("peer_bytes_per_s", np.float64),
         # Granted by this router and in no report yet.
         ("pending", np.float64),
         ("pending_tokens", np.float64),
         ("pending_blocks", np.float64),
+        ("host", np.int64),
         ("slot", np.int64),
         ("name_hash", np.uint64),
     ]
@@ -68,16 +68,37 @@ class PolicyRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyView:
-    """Candidates only, each able to finish the request. Block counts are leading blocks held.
+class LinkArrays:
+    """[candidate, source] each: bytes/s and setup of the source's memory, and what its SSD adds."""
 
-    local_blocks: by the candidate itself. peer_blocks: by the best other worker. kvstore_blocks: by the best node.
+    bytes_per_s: FloatArray
+    setup_s: FloatArray
+    ssd_bytes_per_s: FloatArray
+    ssd_setup_s: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Locations that hold leading blocks of the prompt, one element each.
+
+    end: leading blocks held; the first memory_end of them in memory, the rest on an SSD. queue_bytes: being pulled
+    from it already. is_self: [candidate, source].
     """
+
+    end: IntArray
+    memory_end: IntArray
+    queue_bytes: FloatArray
+    is_self: npt.NDArray[np.bool_]
+    links: LinkArrays
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyView:
+    """Candidates only, each able to finish the request. local_blocks: leading blocks that the candidate itself has."""
 
     rows: WorkerRows
     local_blocks: IntArray
-    peer_blocks: IntArray
-    kvstore_blocks: int
+    sources: Sources
 
 
 def rendezvous(name_hashes: npt.NDArray[np.uint64], key: int) -> FloatArray:

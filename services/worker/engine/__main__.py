@@ -25,6 +25,7 @@ from services.worker.engine.benchmark import measure
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.loop import EngineLoop
 from services.worker.ipc import Link
+from services.worker.link_rates import LinkRates
 from services.worker.messages import (
     Configure,
     EngineFailed,
@@ -114,7 +115,8 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
             block_shape=list(spec.layout.block_shape),
         )
     )
-    return EngineLoop(EngineCore(limits, spec.num_blocks, block_key, rates), runner, front, mover)
+    links = LinkRates(spec.layout.block_bytes, config.pull_half_life_s)
+    return EngineLoop(EngineCore(limits, spec.num_blocks, block_key, rates, links), runner, front, mover)
 
 
 def _load_runner(config: EngineConfig, threads: int) -> CpuRunner:

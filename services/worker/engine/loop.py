@@ -99,7 +99,7 @@ class EngineLoop:
         if core.load_changed or now >= self._next_load_s:
             core.load_changed = False
             self._next_load_s = now + LOAD_EVERY_S
-            core.to_front.append(core.load())
+            core.to_front.append(core.load(now))
         for link, messages in ((self._front, core.to_front), (self._mover, core.to_mover)):
             for message in messages:
                 link.send(message)

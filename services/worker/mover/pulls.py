@@ -1,16 +1,16 @@
 """Pulls for the engine: runs at several holders, in order, verified block by block as they arrive.
 
 Every PullBlocks gets exactly one PullDone, after the transport has let go of every slot. A run that ends short ends
-the pull: what comes after it would have no prefix.
+the pull: what comes after it would have no prefix. A pull that loses its race is cut: PullCut at once, PullDone later.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import structlog
 from opentelemetry import propagate, trace
@@ -21,37 +21,25 @@ from services.common.transfer.header import BlockFormat, verify_block
 from services.common.transfer.protocol import (
     CONNECT_TIMEOUT_S,
     STOP_DEADLINE,
+    STOP_OVERLOAD,
     PeerAddress,
     PullRequest,
     PullResult,
     Transport,
 )
-from services.worker.messages import CancelPull, HolderRun, PullBlocks, PullDone
+from services.worker.messages import CancelPull, HolderRun, PullBlocks, PullCut, PullDone
 from services.worker.mover.counters import Counters
 from services.worker.mover.node_health import NodeHealth
 from services.worker.mover.pool import INLINE_BYTES, SharedPool
+from services.worker.mover.pull_progress import PullProgress, Race
 
 MAX_CONCURRENT_PULLS = 256
 # Failures in a row after which pulls from a kvstore node rest.
 _FAILURES_UNTIL_REST = 2
+_LATE = "late"
 _TIERS = {"worker": {"peer"}, "kvstore": {"ram", "ssd"}}
 _log = structlog.get_logger()
 _tracer = trace.get_tracer("kvmesh.mover")
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What one pull has so far: tiers of its verified leading blocks, and why it ended.
-
-    Cancelling a task that has not begun would end it without a PullDone, so that is only noted.
-    """
-
-    started_s: float
-    has_begun: bool = False
-    is_cancelled: bool = False
-    tiers: list[str] = field(default_factory=list)
-    transports: set[str] = field(default_factory=set)
-    error: str = ""
 
 
 class Puller:
@@ -65,7 +53,7 @@ class Puller:
         block_format: BlockFormat,
         counters: Counters,
         health: NodeHealth,
-        done: Callable[[PullDone], None],
+        done: Callable[[PullDone | PullCut], None],
     ) -> None:
         self._group = group
         self._transport = transport
@@ -74,15 +62,15 @@ class Puller:
         self._counters = counters
         self._health = health
         self._done = done
-        self._running: dict[int, tuple[_Progress, asyncio.Task[None]]] = {}
+        self._running: dict[int, tuple[PullProgress, asyncio.Task[None]]] = {}
 
     def start(self, message: PullBlocks) -> None:
         """Begin a pull; refuses it at once when too many run."""
         if len(self._running) >= MAX_CONCURRENT_PULLS or message.key in self._running:
             self._counters.failed_pulls += 1
-            self._done(PullDone(message.key, 0, [], 0.0, "too many pulls"))
+            self._done(PullDone(message.key, 0, [], "too many pulls"))
             return
-        progress = _Progress(time.monotonic())
+        progress = PullProgress(time.monotonic)
         self._running[message.key] = progress, self._group.create_task(self._run(message, progress))
 
     def cancel(self, message: CancelPull) -> None:
@@ -94,25 +82,39 @@ class Puller:
         if progress.has_begun:
             task.cancel()
 
-    async def _run(self, message: PullBlocks, progress: _Progress) -> None:
+    def _cut(self, message: PullBlocks, progress: PullProgress) -> None:
+        """The race is lost: the engine goes on with what is here, and the transport is made to let go of the rest."""
+        if progress.is_cancelled:
+            return
+        progress.end_run(_LATE)
+        progress.cut_blocks = len(progress.tiers)
+        tiers = progress.tiers[: progress.cut_blocks]
+        self._done(PullCut(message.key, progress.cut_blocks, tiers, progress.timings))
+        self._running[message.key][1].cancel()
+
+    async def _run(self, message: PullBlocks, progress: PullProgress) -> None:
         progress.has_begun = True
+        race = Race(
+            progress, message.patience_s, message.block_compute_s, functools.partial(self._cut, message, progress)
+        )
         context = propagate.extract({"traceparent": message.traceparent}) if message.traceparent else None
         with _tracer.start_as_current_span("pull", context, kind=trace.SpanKind.CLIENT) as span:
             try:
                 if not progress.is_cancelled:
                     await self._pull_runs(message, progress)
             except asyncio.CancelledError:
-                # Only CancelPull cancels a single pull; the end of the process cancels the whole group.
-                progress.is_cancelled = True
+                # Only CancelPull and a lost race cancel a single pull; the end of the process cancels the whole group.
+                progress.is_cancelled = progress.cut_blocks is None
             except (TransferError, ValueError, IndexError) as error:
                 progress.error = f"{type(error).__name__}: {error}"
             finally:
+                race.end()
                 del self._running[message.key]
-                if progress.is_cancelled:
-                    progress.error = "cancelled"
+                if progress.is_cancelled or progress.cut_blocks is not None:
+                    progress.error = "cancelled" if progress.is_cancelled else _LATE
                 self._finish(message, progress, span)
 
-    async def _pull_runs(self, message: PullBlocks, progress: _Progress) -> None:
+    async def _pull_runs(self, message: PullBlocks, progress: PullProgress) -> None:
         ids = split_ids(message.ids)
         buffers = [self._pool.slot(slot) for slot in message.slots]
         for run in message.runs:
@@ -127,13 +129,18 @@ class Puller:
             if self._rests(run):
                 progress.error = "the node rests after failures"
                 return
+            progress.begin_run(run.num_blocks)
             received = _Received(ids[first:end], buffers[first:end], run, self._format, progress)
             try:
                 traceparent = _traceparent(message.traceparent)
                 request = PullRequest(ids[first:end], run.epoch, left_s, traceparent, message.request_id)
                 result = await self._pull(run, request, buffers[first:end], received)
+            except TransferError as error:
+                progress.end_run(_LATE if isinstance(error, TransferTimeout) else "failed")
+                raise
             finally:
                 await received.verify_rest()
+            progress.end_run(_outcome(result.stop, received.fault))
             progress.transports.add(result.transport)
             self._counters.pulled_over(result.transport, result.num_blocks * self._pool.block_bytes)
             if len(progress.tiers) < end:
@@ -163,13 +170,13 @@ class Puller:
             run.location_id, run.epoch, now_s, after=_FAILURES_UNTIL_REST
         )
 
-    def _finish(self, message: PullBlocks, progress: _Progress, span: trace.Span) -> None:
-        count = len(progress.tiers)
+    def _finish(self, message: PullBlocks, progress: PullProgress, span: trace.Span) -> None:
+        count = progress.num_blocks
         num_bytes = count * self._pool.block_bytes
         duration_s = max(time.monotonic() - progress.started_s, 1e-6)
         self._counters.pulled_blocks += count
         self._counters.pulled_bytes += num_bytes
-        if progress.error:
+        if progress.error not in ("", _LATE):
             self._counters.failed_pulls += 1
         if progress.error.startswith("invalid"):
             self._counters.verification_failures += 1
@@ -185,7 +192,8 @@ class Puller:
             error=progress.error,
             duration_s=round(duration_s, 6),
         )
-        self._done(PullDone(message.key, count, progress.tiers, num_bytes / duration_s, progress.error))
+        timings = progress.timings if progress.cut_blocks is None else []
+        self._done(PullDone(message.key, count, progress.tiers[:count], progress.error, timings))
 
 
 class _Received:
@@ -197,7 +205,7 @@ class _Received:
         buffers: list[memoryview],
         run: HolderRun,
         block_format: BlockFormat,
-        progress: _Progress,
+        progress: PullProgress,
     ) -> None:
         self.fault = ""
         self._ids = ids
@@ -243,7 +251,14 @@ class _Received:
             self.fault = f"invalid {error.reason}"
             _log.warning("a pulled block is not usable", reason=error.reason, holder=self._run.location_id)
             return
-        self._progress.tiers.append(tier)
+        self._progress.arrived(tier)
+
+
+def _outcome(stop: str, fault: str) -> str:
+    """What the end of a run says of the link."""
+    if fault or stop == STOP_OVERLOAD:
+        return "failed"
+    return _LATE if stop == STOP_DEADLINE else "short"
 
 
 def _traceparent(fallback: str) -> str:

@@ -46,7 +46,8 @@ async def test_it_pulls_into_the_engines_slots(
     mover.pull(1, ids, slots, run_at(other.peer, 0, 8), run_at(holder.peer, 8, 12))
     done = await mover.done(PullDone, 1)
     assert (done.num_blocks, done.tiers, done.error) == (20, ["ram"] * 20, "")
-    assert done.bytes_per_s > 0
+    assert [(timing.num_blocks, timing.outcome) for timing in done.runs] == [(8, "ok"), (12, "ok")]
+    assert all(0 < timing.first_block_s <= timing.seconds for timing in done.runs)
     assert_slots(mover, ids, slots)
     await eventually(lambda: mover.counters is not None and mover.counters.pulled_blocks == 20)
 

@@ -1,0 +1,120 @@
+"""What workers say of their links to holders, and how much is being pulled from each holder. Pure.
+
+Of each pair (worker, holder) the worker's own figures, as it last reported them; nothing of a pair that it has not
+used of late. A holder's queue is what all workers say they are pulling from it, and what this router has granted and
+no report shows yet. Memory is bounded by what the reports hold: 16 holders of each worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.links import FAR, NEAR, SSD
+from services.router.domain import HolderLinks, MeasuredLink
+from services.router.policies.view import FloatArray, IntArray, LinkArrays
+
+BoolMatrix = np.ndarray[tuple[int, int], np.dtype[np.bool_]]
+# Of memory and of SSD: bytes/s, setup in seconds, freshness; these, which fade to what is assumed, where unmeasured.
+_UNMEASURED = (0.0, np.inf, 0.0)
+_NOTHING = np.array([*_UNMEASURED, *_UNMEASURED])
+
+
+@dataclass(slots=True)
+class _Holder:
+    """links: one line for each worker row; used: rows that have reported it."""
+
+    links: FloatArray
+    used: set[int]
+
+
+class LinkTable:
+    """Rows are those of the worker table; holders go by their location's name."""
+
+    def __init__(self) -> None:
+        self._holders: dict[str, _Holder] = {}
+        self._reported: dict[int, tuple[HolderLinks, ...]] = {}
+        self._queue_bytes: dict[str, float] = {}
+
+    @property
+    def num_holders(self) -> int:
+        """Holders of which any figure is kept."""
+        return len(self._holders)
+
+    def report(self, row: int, holders: tuple[HolderLinks, ...]) -> None:
+        """The worker in `row` has reported; what it does not name any more is forgotten."""
+        before = self._reported.get(row, ())
+        self.release((one.location, one.in_flight_bytes) for one in before)
+        named = {one.location for one in holders}
+        for gone in (one.location for one in before if one.location not in named):
+            self._forget(row, gone)
+        for one in holders:
+            holder = self._holders.setdefault(one.location, _Holder(np.empty((0, len(_NOTHING))), set()))
+            holder.used.add(row)
+            _lines(holder, row + 1)[row] = (*_figures(one.memory), *_figures(one.ssd))
+        self._reported[row] = holders
+        self.add((one.location, one.in_flight_bytes) for one in holders)
+
+    def forget(self, row: int) -> None:
+        """The worker in `row` has gone."""
+        self.report(row, ())
+        del self._reported[row]
+
+    def add(self, pulls: Iterable[tuple[str, float]]) -> None:
+        """Count bytes that are to be pulled."""
+        for location, num_bytes in pulls:
+            if num_bytes:
+                self._queue_bytes[location] = self._queue_bytes.get(location, 0.0) + num_bytes
+
+    def release(self, pulls: Iterable[tuple[str, float]]) -> None:
+        """Undo `add`."""
+        for location, num_bytes in pulls:
+            left = self._queue_bytes.get(location, 0.0) - num_bytes
+            if left > 0.5:
+                self._queue_bytes[location] = left
+            else:
+                self._queue_bytes.pop(location, None)
+
+    def queue_bytes(self, locations: Sequence[str]) -> FloatArray:
+        """What is being pulled from each of `locations`, or is about to."""
+        return np.array([self._queue_bytes.get(location, 0.0) for location in locations], np.float64)
+
+    def links(self, rows: IntArray, locations: Sequence[str], same_host: BoolMatrix) -> LinkArrays:
+        """Links of the workers in `rows` to `locations`; same_host, [worker, holder], decides what is assumed."""
+        measured = np.empty((len(rows), len(locations), len(_NOTHING)))
+        for column, location in enumerate(locations):
+            holder = self._holders.get(location)
+            measured[:, column] = _NOTHING if holder is None else _lines(holder, int(rows.max()) + 1)[rows]
+        rate, setup_s, freshness, ssd_rate, ssd_setup_s, ssd_freshness = np.moveaxis(measured, 2, 0)
+        near_rate = np.where(same_host, NEAR.bytes_per_s, FAR.bytes_per_s)
+        near_setup_s = np.where(same_host, NEAR.setup_s, FAR.setup_s)
+        return LinkArrays(
+            np.maximum(rate, rate**freshness * near_rate ** (1.0 - freshness)),
+            np.minimum(setup_s, setup_s**freshness * near_setup_s ** (1.0 - freshness)),
+            np.maximum(
+                ssd_rate, ssd_rate**ssd_freshness * np.minimum(near_rate, SSD.bytes_per_s) ** (1.0 - ssd_freshness)
+            ),
+            np.minimum(ssd_setup_s, ssd_setup_s**ssd_freshness * SSD.setup_s ** (1.0 - ssd_freshness)),
+        )
+
+    def _forget(self, row: int, location: str) -> None:
+        holder = self._holders[location]
+        holder.used.discard(row)
+        holder.links[row] = _NOTHING
+        if not holder.used:
+            del self._holders[location]
+
+
+def _figures(link: MeasuredLink | None) -> tuple[float, float, float]:
+    return _UNMEASURED if link is None else (link.bytes_per_s, link.setup_s, link.freshness)
+
+
+def _lines(holder: _Holder, num_rows: int) -> FloatArray:
+    """Its links, `num_rows` of them or more."""
+    if num_rows > len(holder.links):
+        longer = np.tile(_NOTHING, (max(num_rows, 2 * len(holder.links)), 1))
+        longer[: len(holder.links)] = holder.links
+        holder.links = longer
+    return holder.links
