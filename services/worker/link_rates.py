@@ -22,6 +22,8 @@ _MOST = 16.0
 # What a holder that does not answer is taken to have cost: the time in which its death is noticed.
 _FAILED_S = 1.0
 _MIN_SETUP_S = 1e-4
+# A run's rate counts in full when a quarter of its time or more lies after its first block.
+_FULL_WEIGHT_RATIO = 4.0
 # Fewer blocks from an SSD than this tell of its latency, more of its rate.
 _FEW_BLOCKS = 8
 # Of a run's time at least this share is its slower tier's, whatever the other was thought to take.
@@ -98,9 +100,9 @@ class LinkRates:
         rate = link.bytes_per_s
         rest_s = timing.seconds - timing.first_block_s
         if timing.num_blocks > 1 and rest_s > 0:
-            # Blocks may come in batches: of few of them the first one's time says most.
+            # Blocks may come in batches, all of a small pull at once: that says nothing of the rate.
             sample = (timing.num_blocks - 1) * self.block_bytes / rest_s
-            rate = _moved(rate, sample, _WEIGHT * rest_s / timing.seconds)
+            rate = _moved(rate, sample, _WEIGHT * min(1.0, _FULL_WEIGHT_RATIO * rest_s / timing.seconds))
         setup_s = max(_MIN_SETUP_S, timing.first_block_s - self.block_bytes / rate)
         learned = Link(rate, _moved(link.setup_s, setup_s, _WEIGHT))
         self._touch(run.holder).memory = _Measured(learned, now)

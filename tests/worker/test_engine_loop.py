@@ -186,7 +186,7 @@ def test_pulls_arrive_and_blocks_are_pushed() -> None:
     prompt = [(7 * i) % VOCAB for i in range(70)]
     with running_engine() as engine:
         engine.front.send(PushTarget("node", 1, "a", "b"))
-        plan = [HolderRun("kvstore", "n", 1, "a", "b", 0, 3)]
+        plan = [HolderRun("kvstore", "node", 1, "a", "b", 0, 3)]
         engine.front.send(submit(1, prompt, 10, pull_plan=plan))
         # Others go on while it waits.
         engine.front.send(submit(2, list(range(20)), 10))

@@ -8,6 +8,7 @@ import numpy as np
 
 from services.common.blocks import BlockId, split_ids
 from services.worker.block_pool import BlockPool
+from services.worker.link_rates import LinkRates
 from services.worker.messages import HolderRun, PullDone, PushBlocks, PushDone, Sampling
 from services.worker.sequence import Request
 from services.worker.transfers import TransferLimits, Transfers
@@ -39,7 +40,9 @@ class Scene:
     def __init__(self, *, repush_blocks_per_s: float = 4.0, max_push_blocks: int = 100) -> None:
         self.pool = BlockPool(64)
         self.transfers = Transfers(
-            TransferLimits(max_push_blocks=max_push_blocks, repush_blocks_per_s=repush_blocks_per_s), self.pool
+            TransferLimits(max_push_blocks=max_push_blocks, repush_blocks_per_s=repush_blocks_per_s),
+            self.pool,
+            LinkRates(1000),
         )
         self.slots: list[int] = []
 
@@ -140,9 +143,9 @@ def test_what_was_pulled_is_only_where_it_came_from() -> None:
         ids = [BlockId(bytes([n]) * 16) for n in range(2)]
         run = HolderRun("kvstore", holder, 1, "", "", 0, 2)
         request = replace(REQUEST, prompt=np.zeros(40, np.int32), prompt_ids=ids, pull_plan=[run])
-        pull = scene.transfers.start_pull(request, 0, 0.0, 0)
+        pull = scene.transfers.start_pull(request, 0, 0.0, reserve=0, block_compute_s=1.0)
         assert pull is not None
-        scene.transfers.finish_pull(PullDone(1, 2, ["ram", "ram"], 1.0, ""), 0.0)
+        scene.transfers.finish_pull(PullDone(1, 2, ["ram", "ram"], ""), 0.0)
         scene.slots = scene.pool.match(ids)
         scene.pool.hold(scene.slots)
         scene.compute(1)
