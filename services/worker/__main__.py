@@ -129,7 +129,7 @@ class _Server:
         try:
             async with asyncio.TaskGroup() as group:
                 runs = [self._front.run(), registrar.run(), self._announcer.run(), self._watcher.run()]
-                if self._settings.push:
+                if self._settings.push != "off":
                     runs.append(self._keeper.run(self._front.set_push_target))
                 tasks = [group.create_task(run) for run in runs]
                 await self._open(record)

@@ -91,11 +91,14 @@ class BlockPool:
         for slot in slots:
             self._acquire(slot)
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Give back one reference to each slot. In prefix order; descendants are let go first."""
+    def release(self, slots: Sequence[int], *, keep_age: bool = False) -> None:
+        """Give back one reference to each slot. In prefix order; descendants are let go first.
+
+        keep_age: what was held was not used, and goes when it would have gone.
+        """
         self._uses += 1
         for slot in reversed(slots):
-            self._let_go(slot)
+            self._let_go(slot, keep_age=keep_age)
         if len(self._leaves) > 4 * self.num_blocks + 64:
             self._leaves = [entry for entry in set(self._leaves) if self._is_leaf(*entry)]
             heapq.heapify(self._leaves)
@@ -113,6 +116,17 @@ class BlockPool:
         for slot in slots:
             self._refs[slot] = 1
         return slots
+
+    def next_to_go(self, count: int) -> list[int]:
+        """Leaves that `allocate` would evict first, in that order. Takes no reference."""
+        entries: dict[tuple[int, int], None] = {}
+        while self._leaves and len(entries) < count:
+            entry = heapq.heappop(self._leaves)
+            if self._is_leaf(*entry):
+                entries[entry] = None
+        for entry in entries:
+            heapq.heappush(self._leaves, entry)
+        return [slot for _, slot in entries]
 
     def register(self, slot: int, block_id: BlockId, parent: int | None) -> int:
         """Make the held block of `slot` reusable under `block_id`, after the registered block in `parent`.
@@ -173,20 +187,21 @@ class BlockPool:
             self._num_cached -= 1
             step = self._parents[step]
 
-    def _let_go(self, slot: int) -> None:
+    def _let_go(self, slot: int, *, keep_age: bool = False) -> None:
         step: int | None = slot
         while step is not None:
             assert self._refs[step] > 0, "released more often than held"
             self._refs[step] -= 1
+            if not keep_age:
+                self._last_used[step] = self._uses
             if self._refs[step]:
                 return
             if self._ids[step] is None:
                 self._free.append(step)
                 return
             self._num_cached += 1
-            self._last_used[step] = self._uses
             if not self._children[step]:
-                heapq.heappush(self._leaves, (self._uses, step))
+                heapq.heappush(self._leaves, (self._last_used[step], step))
             step = self._parents[step]
 
     def _is_leaf(self, used: int, slot: int) -> bool:

@@ -28,7 +28,9 @@ class WorkerSettings(ServiceSettings):
     max_queue_s: float = Field(0.2, ge=0, description="Prefill time that may wait beyond what can run at once.")
     max_requests: int = Field(1024, ge=1, description="Most requests open at once, waiting ones included.")
     prefix_cache: bool = Field(True, description="Reuse blocks of earlier requests.")
-    push: bool = Field(True, description="Offer completed blocks to a kvstore node.")
+    push: Literal["write_through", "on_eviction", "off"] = Field(
+        "write_through", description="When blocks are offered to a kvstore node."
+    )
     max_push_blocks: int = Field(256, ge=1, description="Most blocks pinned for pushes.")
     repush_bytes_per_s: float = Field(
         64.0 * 2**20, gt=0, description="Older blocks offered to a kvstore node that has just become the target."

@@ -94,13 +94,13 @@ class EngineCore:
             case DrainEngine():
                 self._draining = True
             case PushTarget(location_id=location_id, epoch=epoch):
-                self.transfers.set_push_target((location_id, epoch) if location_id else None, now)
+                self.transfers.pushes.set_target((location_id, epoch) if location_id else None, now)
             case PullCut():
                 self._enqueue_pulled(self.transfers.cut_pull(message, now))
             case PullDone():
                 self._enqueue_pulled(self.transfers.finish_pull(message, now))
             case PushDone():
-                self.transfers.finish_push(message)
+                self.transfers.pushes.finish(message)
             case PinBlocks():
                 self.to_mover.append(self.transfers.pin(message))
             case Unpin(key=key):
@@ -163,6 +163,7 @@ class EngineCore:
             self.to_front.append(StepOutput(choices, completed))
         self.load_changed |= bool(completed)
         self._observe(chunks, step_s)
+        self.to_mover.extend(self.transfers.pushes.leaving(now))
         self._announce()
 
     def fail_step(self, chunks: Sequence[Chunk], detail: str) -> None:
@@ -188,8 +189,8 @@ class EngineCore:
             prefill_tokens_per_s=rates.prefill_tokens_per_s,
             decode_step_s=rates.decode_step_s,
             preemptions=self.scheduler.preemptions,
-            pushes_dropped=self.transfers.pushes_dropped,
-            pushes_deferred=self.transfers.pushes_deferred,
+            pushes_dropped=self.transfers.pushes.dropped,
+            pushes_deferred=self.transfers.pushes.deferred,
             holders=self._links.messages(now),
             pulls_skipped=dict(self.transfers.pulls_skipped),
             pulls_cut=self.transfers.pulls_cut,
@@ -250,7 +251,7 @@ class EngineCore:
 
     def _offer(self, advance: Advance, now: float) -> None:
         if advance.completed_slot is not None:
-            push = self.transfers.offer(advance.sequence.request, advance.completed_slot, now)
+            push = self.transfers.pushes.completed(advance.sequence.request, advance.completed_slot, now)
             if push is not None:
                 self.to_mover.append(push)
 
@@ -262,7 +263,7 @@ class EngineCore:
     def _announce(self) -> None:
         adds, removes = self.pool.take_changes()
         if adds or removes:
-            self.transfers.forget_pushed(removes)
+            self.transfers.pushes.forget(removes)
             self.to_front.append(BlockChanges(join_ids(adds), join_ids(removes)))
 
 

@@ -80,6 +80,10 @@ class PushMemory:
             self._old.add(block_id)
             step = self._pool.parent_of(step)
 
+    def count_missing(self, ids: Sequence[BlockId]) -> int:
+        """How many of these the target neither has nor is being offered."""
+        return sum(block_id not in self._pushed for block_id in ids)
+
     def forget(self, removed: Sequence[BlockId]) -> None:
         """Blocks left the pool."""
         self._pushed.difference_update(removed)

@@ -140,6 +140,7 @@ async def _start_engine(settings: WorkerSettings, source: ModelSource, parts: Sh
         prefix_cache=settings.prefix_cache,
         max_pull_s=settings.max_pull_s,
         pull_half_life_s=settings.pull_half_life_s,
+        push_policy="write_through" if settings.push == "off" else settings.push,
         max_push_blocks=settings.max_push_blocks,
         repush_bytes_per_s=settings.repush_bytes_per_s,
         max_served_blocks=settings.max_served_blocks,

@@ -2,8 +2,7 @@
 
 Pull: slots are allocated for the planned blocks that are worth it (`pull_choice`) and given back when PullDone comes,
 the arrived ones registered first, so that the scheduler finds them as ordinary prefix hits; PullCut does that early for
-what has arrived of a pull that is given up. Push: write-behind of completed blocks, bounded by
-`max_push_blocks` pinned; a block goes only after its parent or together with it. Pin: a remote puller reads.
+what has arrived of a pull that is given up. Push: see `pushes`. Pin: a remote puller reads.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from services.worker.messages import (
     PullBlocks,
     PullCut,
     PullDone,
-    PushBlocks,
-    PushDone,
 )
 from services.worker.pull_choice import choose_pull
-from services.worker.push_memory import Node, PushMemory
+from services.worker.push_memory import Node
+from services.worker.pushes import Pushes, PushPolicy
 from services.worker.sequence import Request
 
 
@@ -40,6 +38,7 @@ class TransferLimits:
     max_push_blocks: int = 256
     max_served_blocks: int = 1024
     repush_blocks_per_s: float = 256.0
+    push_policy: PushPolicy = "write_through"
 
 
 @dataclass(slots=True)
@@ -52,19 +51,16 @@ class _Pull:
     started_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Push:
-    slots: list[int]
-    ids: list[BlockId]
-    generation: int
-
-
 class Transfers:
     """Everything in flight between the pool and the mover."""
 
     def __init__(self, limits: TransferLimits, pool: BlockPool, links: LinkRates) -> None:
-        self.pushes_dropped = 0
-        self.pushes_deferred = 0
+        self.pushes = Pushes(
+            pool,
+            policy=limits.push_policy,
+            max_push_blocks=limits.max_push_blocks,
+            repush_blocks_per_s=limits.repush_blocks_per_s,
+        )
         # Planned pulls that did not begin, by reason: "slower" than computing, "no_room" in the pool.
         self.pulls_skipped: dict[str, int] = {"slower": 0, "no_room": 0}
         self.pulls_cut = 0
@@ -72,17 +68,13 @@ class Transfers:
         self._limits = limits
         self._pool = pool
         self._pulls: dict[int, _Pull] = {}
-        self._pushes: dict[int, _Push] = {}
         self._pins: dict[int, list[int]] = {}
-        self._memory = PushMemory(pool, limits.repush_blocks_per_s)
-        self._push_keys = 0
-        self._num_push_blocks = 0
         self._num_served_blocks = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether the mover holds no slot."""
-        return not (self._pulls or self._pushes or self._pins)
+        return self.pushes.is_idle and not (self._pulls or self._pins)
 
     def start_pull(
         self, request: Request, hits: int, now: float, *, reserve: int, block_compute_s: float
@@ -154,12 +146,12 @@ class Transfers:
         """Learn from a pull, register what arrived, and let go of that and of the blocks before; once for each pull."""
         self._links.observe(pull.runs, told.runs, now)
         self._links.end(pull.runs)
-        parent = pull.held[-1] if pull.held else None
+        parent, memory = pull.held[-1] if pull.held else None, self.pushes.memory
         arrived = min(told.num_blocks, len(pull.slots), len(told.tiers))
         for index in range(arrived):
             parent = pull.slots[index] = self._pool.register(pull.slots[index], pull.ids[index], parent)
-            if self._memory.target is not None and _holder(pull.runs, index) == self._memory.target:
-                self._memory.holds(pull.ids[index])
+            if memory.target is not None and _holder(pull.runs, index) == memory.target:
+                memory.holds(pull.ids[index])
         self._pool.release(pull.held + pull.slots[:arrived])
         request, first = pull.request, len(pull.held)
         if request is not None:
@@ -167,52 +159,6 @@ class Transfers:
             request.pulled_tiers = {first + i: told.tiers[i] for i in range(arrived)}
         pull.request, pull.held, pull.slots, pull.runs = None, [], pull.slots[arrived:], []
         return request
-
-    def set_push_target(self, target: Node | None, now: float) -> None:
-        """Another kvstore node, or none: what was pushed is not known to be there."""
-        self._memory.switch(target, now)
-
-    def offer(self, request: Request, slot: int, now: float) -> PushBlocks | None:
-        """Push the registered block in `slot` and its ancestors that were not pushed, as far as the bounds allow."""
-        if self._memory.target is None:
-            return None
-        missing = self._memory.missing(slot)
-        room = max(0, self._limits.max_push_blocks - self._num_push_blocks)
-        self.pushes_dropped += max(0, len(missing) - room)
-        slots = self._memory.take(missing[:room], now)
-        self.pushes_deferred += len(slots) < min(room, len(missing))
-        if not slots:
-            return None
-        ids = self._ids(slots)
-        before = self._pool.parent_of(slots[0])
-        parents = [*(self._ids([before]) if before is not None else [request.block_root]), *ids[:-1]]
-        self._pool.hold(slots)
-        self._num_push_blocks += len(slots)
-        self._push_keys += 1
-        self._pushes[self._push_keys] = _Push(slots, ids, self._memory.generation)
-        joined, joined_parents = join_ids(ids), join_ids(parents)
-        return PushBlocks(
-            self._push_keys, joined, joined_parents, slots, request.owner_digest, request.traceparent, before is None
-        )
-
-    def finish_push(self, done: PushDone) -> None:
-        """Give the slots of a push back; blocks that the target did not take may be pushed again with a descendant."""
-        push = self._pushes.pop(done.key, None)
-        if push is None:
-            return
-        self._num_push_blocks -= len(push.slots)
-        memory = self._memory
-        if push.generation == memory.generation:
-            # The mover learns of another target at another moment than we do.
-            went_there = (done.location_id, done.epoch) == memory.target
-            memory.refused(push.ids[done.accepted if went_there else 0 :])
-            if went_there and done.refused and not done.accepted:
-                memory.doubt_ancestors(push.slots[0])
-        self._pool.release(push.slots)
-
-    def forget_pushed(self, removed: Sequence[BlockId]) -> None:
-        """Blocks left the pool; the memory of pushes is bounded by what the pool holds."""
-        self._memory.forget(removed)
 
     def pin(self, wanted: PinBlocks) -> PinnedSlots:
         """Hold the leading wanted blocks that are here, as far as the bound allows."""
@@ -229,11 +175,6 @@ class Transfers:
         slots = self._pins.pop(key, [])
         self._num_served_blocks -= len(slots)
         self._pool.release(slots)
-
-    def _ids(self, slots: Sequence[int]) -> list[BlockId]:
-        ids = [block_id for slot in slots if (block_id := self._pool.id_of(slot)) is not None]
-        assert len(ids) == len(slots), "only registered blocks are pushed"
-        return ids
 
 
 def _holder(runs: Sequence[HolderRun], index: int) -> Node | None:

@@ -7,6 +7,8 @@ no slot leaks.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,6 +42,7 @@ from services.worker.messages import (
     Submit,
     Unpin,
 )
+from services.worker.pushes import PushPolicy
 from services.worker.rates import Rates
 from services.worker.sampler import draw_tokens
 from services.worker.transfers import TransferLimits
@@ -77,10 +80,11 @@ def make_core(
     max_running: int = 5,
     cache: bool = True,
     max_queue_s: float = 0.5,
+    push_policy: PushPolicy = "write_through",
 ) -> EngineCore:
     limits = CoreLimits(
         SchedulerLimits(CONTEXT, VOCAB, max_running=max_running, max_queue_s=max_queue_s, prefix_cache=cache),
-        TransferLimits(max_push_blocks=6, max_served_blocks=6),
+        TransferLimits(max_push_blocks=6, max_served_blocks=6, push_policy=push_policy),
         step_token_budget=budget,
         target_step_s=1.0,
     )
@@ -96,9 +100,10 @@ class CoreMachine(RuleBasedStateMachine):
         budget=st.sampled_from([16, 23, 200]),
         cache=st.booleans(),
         max_queue_s=st.sampled_from([0.1, 100.0]),
+        push_policy=st.sampled_from(get_args(PushPolicy)),
     )
-    def start(self, num_blocks: int, budget: int, cache: bool, max_queue_s: float) -> None:
-        self.core = make_core(num_blocks, budget=budget, cache=cache, max_queue_s=max_queue_s)
+    def start(self, num_blocks: int, budget: int, cache: bool, max_queue_s: float, push_policy: PushPolicy) -> None:
+        self.core = make_core(num_blocks, budget=budget, cache=cache, max_queue_s=max_queue_s, push_policy=push_policy)
         self.runner = ToyRunner(num_blocks)
         self.builder = StepBuilder()
         self.now = 0.0

@@ -55,7 +55,7 @@ class Scene:
 
     def offer(self, now: float = 0.0) -> PushBlocks | None:
         """Offer the chain as its last block is completed."""
-        return self.transfers.offer(REQUEST, self.slots[-1], now)
+        return self.transfers.pushes.completed(REQUEST, self.slots[-1], now)
 
     def numbers(self, push: PushBlocks | None) -> list[int]:
         return [block_id[0] for block_id in split_ids(push.ids)] if push is not None else []
@@ -64,16 +64,16 @@ class Scene:
         self, push: PushBlocks | None, accepted: int, node: tuple[str, int] = A, *, refused: bool = False
     ) -> None:
         assert push is not None
-        self.transfers.finish_push(PushDone(push.key, accepted, *node, refused))
+        self.transfers.pushes.finish(PushDone(push.key, accepted, *node, refused))
 
 
 def test_what_is_new_goes_once_and_at_once() -> None:
     scene = Scene()
     scene.compute(3)
     assert scene.offer() is None
-    scene.transfers.set_push_target(A, 0.0)
+    scene.transfers.pushes.set_target(A, 0.0)
     scene = Scene()
-    scene.transfers.set_push_target(A, 0.0)
+    scene.transfers.pushes.set_target(A, 0.0)
     scene.compute(30)
     push = scene.offer()
     assert scene.numbers(push) == list(range(30))
@@ -85,13 +85,13 @@ def test_what_is_new_goes_once_and_at_once() -> None:
 
 def test_a_new_target_gets_what_was_here_by_and_by_parents_first() -> None:
     scene = Scene(repush_blocks_per_s=4.0)
-    scene.transfers.set_push_target(A, 0.0)
+    scene.transfers.pushes.set_target(A, 0.0)
     scene.compute(20)
     scene.answer(scene.offer(), 20)
-    scene.transfers.set_push_target(B, 10.0)
+    scene.transfers.pushes.set_target(B, 10.0)
     scene.compute(1)
     assert scene.offer(10.0) is None, "a node that everybody turns to at once"
-    assert scene.transfers.pushes_deferred == 1
+    assert scene.transfers.pushes.deferred == 1
     sent: list[int] = []
     for step in range(1, 60):
         push = scene.offer(10.0 + step / 10)
@@ -104,7 +104,7 @@ def test_a_new_target_gets_what_was_here_by_and_by_parents_first() -> None:
 
 def test_blocks_that_the_node_has_evicted_are_offered_again_with_their_descendant() -> None:
     scene = Scene(repush_blocks_per_s=100.0)
-    scene.transfers.set_push_target(A, 0.0)
+    scene.transfers.pushes.set_target(A, 0.0)
     scene.compute(3)
     scene.answer(scene.offer(), 3)
     scene.compute(1)
@@ -115,7 +115,7 @@ def test_blocks_that_the_node_has_evicted_are_offered_again_with_their_descendan
 
 def test_a_push_that_failed_says_nothing_of_the_ancestors() -> None:
     scene = Scene()
-    scene.transfers.set_push_target(A, 0.0)
+    scene.transfers.pushes.set_target(A, 0.0)
     scene.compute(3)
     scene.answer(scene.offer(), 3)
     scene.compute(1)
@@ -125,10 +125,10 @@ def test_a_push_that_failed_says_nothing_of_the_ancestors() -> None:
 
 def test_a_push_that_went_to_another_node_does_not_count() -> None:
     scene = Scene(repush_blocks_per_s=100.0)
-    scene.transfers.set_push_target(A, 0.0)
+    scene.transfers.pushes.set_target(A, 0.0)
     scene.compute(2)
     before = scene.offer()
-    scene.transfers.set_push_target(B, 1.0)
+    scene.transfers.pushes.set_target(B, 1.0)
     during = scene.offer(2.0)
     # The mover had not heard of the new target yet.
     scene.answer(during, 2, A)
@@ -139,7 +139,7 @@ def test_a_push_that_went_to_another_node_does_not_count() -> None:
 def test_what_was_pulled_is_only_where_it_came_from() -> None:
     for holder, expected in (("a", [2]), ("b", [0, 1, 2])):
         scene = Scene(repush_blocks_per_s=100.0)
-        scene.transfers.set_push_target(A, 0.0)
+        scene.transfers.pushes.set_target(A, 0.0)
         ids = [BlockId(bytes([n]) * 16) for n in range(2)]
         run = HolderRun("kvstore", holder, 1, "", "", 0, 2)
         request = replace(REQUEST, prompt=np.zeros(40, np.int32), prompt_ids=ids, pull_plan=[run])
@@ -154,13 +154,13 @@ def test_what_was_pulled_is_only_where_it_came_from() -> None:
 
 def test_memory_ends_with_the_pools_blocks() -> None:
     scene = Scene()
-    scene.transfers.set_push_target(A, 0.0)
+    scene.transfers.pushes.set_target(A, 0.0)
     scene.compute(64)
     scene.answer(scene.offer(), 64)
     scene.pool.take_changes()
     scene.pool.release(scene.slots)
     scene.pool.allocate(64)
-    scene.transfers.forget_pushed(scene.pool.take_changes()[1])
-    memory = scene.transfers._memory
+    scene.transfers.pushes.forget(scene.pool.take_changes()[1])
+    memory = scene.transfers.pushes.memory
     assert not memory._pushed
     assert not memory._old

@@ -92,6 +92,7 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
             config.max_push_blocks,
             config.max_served_blocks,
             config.repush_bytes_per_s / spec.layout.block_bytes,
+            config.push_policy,
         ),
         config.step_token_budget,
         config.target_step_s,

@@ -33,6 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: bool
     max_pull_s: float
     pull_half_life_s: float
+    push_policy: Literal["write_through", "on_eviction"]
     max_push_blocks: int
     repush_bytes_per_s: float
     max_served_blocks: int

@@ -1,0 +1,122 @@
+"""Blocks offered as they are about to go, and the order of going that offers do not change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.blocks import BlockId, split_ids
+from services.worker.block_pool import BlockPool
+from services.worker.messages import PushDone
+from services.worker.pushes import Pushes
+from tests.worker.test_push_memory import REQUEST, A
+
+SIZE = 16
+
+
+class Scene:
+    """A pool whose chains of two blocks belong to different owners."""
+
+    def __init__(self, max_push_blocks: int = 8) -> None:
+        self.pool = BlockPool(SIZE)
+        self.pushes = Pushes(self.pool, policy="on_eviction", max_push_blocks=max_push_blocks)
+        self.now = 0.0
+
+    def use(self, number: int) -> None:
+        """Compute chain `number`, or use it again."""
+        ids = [BlockId(bytes([number, i]) * 8) for i in range(2)]
+        slots = self.pool.match(ids)
+        self.pool.hold(slots)
+        for block_id in ids[len(slots) :]:
+            (slot,) = self.pool.allocate(1) or ()
+            slots.append(self.pool.register(slot, block_id, slots[-1] if slots else None))
+        request = replace(REQUEST, owner_digest=bytes([number]) * 16)
+        assert self.pushes.completed(request, slots[-1], self.now) is None
+        self.pool.release(slots)
+        self.pushes.forget(self.pool.take_changes()[1])
+
+    def leaving(self) -> list[tuple[int, list[int]]]:
+        """Owner and blocks of what is offered now, all of it taken."""
+        self.now += 1.0
+        offers = []
+        for push in self.pushes.leaving(self.now):
+            ids = split_ids(push.ids)
+            assert push.starts_chain
+            offers.append((push.owner_digest[0], [block_id[1] for block_id in ids]))
+            assert all(block_id[0] == push.owner_digest[0] for block_id in ids)
+            self.pushes.finish(PushDone(push.key, len(ids), *A, False))
+        return offers
+
+
+def test_nothing_is_offered_while_there_is_room() -> None:
+    scene = Scene()
+    scene.pushes.set_target(A, 0.0)
+    for number in range(4):
+        scene.use(number)
+    assert scene.leaving() == []
+
+
+def test_what_goes_next_is_offered_with_its_ancestors_and_once() -> None:
+    scene = Scene()
+    scene.pushes.set_target(A, 0.0)
+    for number in range(6):
+        scene.use(number)
+    scene.use(0)
+    assert scene.leaving() == [(1, [0, 1]), (2, [0, 1]), (3, [0, 1]), (4, [0, 1])]
+    assert scene.leaving() == []
+    for number in range(6, 12):
+        scene.use(number)
+        scene.leaving()
+    assert scene.pushes.dropped == 0
+    scene.pool.check()
+
+
+def test_what_goes_before_it_was_offered_is_counted() -> None:
+    scene = Scene()
+    scene.pushes.set_target(A, 0.0)
+    for number in range(12):
+        scene.use(number)
+    assert scene.pushes.dropped == 8
+
+
+def test_without_a_node_nothing_is_offered_or_counted() -> None:
+    scene = Scene()
+    for number in range(12):
+        scene.use(number)
+    assert scene.leaving() == []
+    assert scene.pushes.dropped == 0
+
+
+def test_what_is_known_of_blocks_ends_with_them() -> None:
+    scene = Scene()
+    scene.pushes.set_target(A, 0.0)
+    for number in range(40):
+        scene.use(number)
+        scene.leaving()
+    assert len(scene.pushes._origins) == len(list(scene.pool.held_ids())) == SIZE
+
+
+@given(st.lists(st.tuples(st.sampled_from(["use", "push"]), st.integers(0, 9)), max_size=60))
+def test_being_pushed_changes_nothing_about_who_goes(steps: list[tuple[str, int]]) -> None:
+    """Two pools see the same uses; blocks of one are held and let go in between, as pushes do."""
+    plain, pushed = BlockPool(8), BlockPool(8)
+    for action, number in steps:
+        ids = [BlockId(bytes([number, i]) * 8) for i in range(2)]
+        if action == "push":
+            slots = pushed.match(ids)
+            pushed.hold(slots)
+            pushed.release(slots, keep_age=True)
+            continue
+        for pool in (plain, pushed):
+            slots = pool.match(ids)
+            pool.hold(slots)
+            for block_id in ids[len(slots) :]:
+                (slot,) = pool.allocate(1) or ()
+                slots.append(pool.register(slot, block_id, slots[-1] if slots else None))
+            pool.release(slots)
+            pool.check()
+        assert set(plain.held_ids()) == set(pushed.held_ids())
+        going = [[pool.id_of(slot) for slot in pool.next_to_go(8)] for pool in (plain, pushed)]
+        assert going[0] == going[1]
