@@ -83,9 +83,10 @@ def _answers(ask: _Ask[_Answer], node: list[str] | None, secret: MeshSecret, sta
 
 
 def _flat(answer: kvstore_pb2.StatsResponse) -> dict[str, object]:
-    """SSD figures beside the others."""
+    """Figures of the SSD and of replication beside the others; a node without an SSD tier has none of the former."""
     fields = row(answer)
-    fields.pop("ssd", None)
-    if answer.HasField("ssd"):
-        fields.update({f"ssd_{name}": value for name, value in row(answer.ssd).items()})
+    for part in ("ssd", "replication"):
+        fields.pop(part, None)
+        if answer.HasField(part):
+            fields.update({f"{part}_{name}": value for name, value in row(getattr(answer, part)).items()})
     return fields
