@@ -90,6 +90,10 @@ class LinkTable:
         rate, setup_s, freshness, ssd_rate, ssd_setup_s, ssd_freshness = np.moveaxis(measured, 2, 0)
         near_rate = np.where(same_host, NEAR.bytes_per_s, FAR.bytes_per_s)
         near_setup_s = np.where(same_host, NEAR.setup_s, FAR.setup_s)
+        # A holder that was never tried is taken to be as good as the best of its kind, or it never would be.
+        untried = freshness == 0
+        near_rate = np.where(untried, np.maximum(near_rate, _best(rate, untried, same_host)), near_rate)
+        near_setup_s = np.where(untried, np.minimum(near_setup_s, -_best(-setup_s, untried, same_host)), near_setup_s)
         return LinkArrays(
             np.maximum(rate, rate**freshness * near_rate ** (1.0 - freshness)),
             np.minimum(setup_s, setup_s**freshness * near_setup_s ** (1.0 - freshness)),
@@ -105,6 +109,16 @@ class LinkTable:
         holder.links[row] = _NOTHING
         if not holder.used:
             del self._holders[location]
+
+
+def _best(values: FloatArray, untried: BoolMatrix, same_host: BoolMatrix) -> FloatArray:
+    """For each pair, the worker's largest value among the tried holders on its host, or else among the others."""
+    of_kind = [
+        np.where(~untried & (same_host == near), values, -np.inf).max(axis=1, keepdims=True, initial=-np.inf)
+        for near in (False, True)
+    ]
+    result: FloatArray = np.where(same_host, of_kind[1], of_kind[0])
+    return result
 
 
 def _figures(link: MeasuredLink | None) -> tuple[float, float, float]:

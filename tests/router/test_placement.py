@@ -160,6 +160,47 @@ def test_a_near_holder_is_preferred() -> None:
     assert {scene.grant(scene.ask(ids)).pull_plan[0].location_id for _ in range(4)} == {"near"}
 
 
+@pytest.mark.parametrize("host", ["h", "another"])
+def test_two_nodes_with_the_same_prefix_share_the_pulls(host: str) -> None:
+    scene = Scene()
+    ids = chain(20)
+    for number in range(4):
+        scene.worker(f"w{number}")
+    for name in ("k1", "k2"):
+        scene.kvstore(name, host=host)
+        scene.hold(f"kvstore/{name}", ids)
+    plans = [scene.grant(scene.ask(ids), count=True).pull_plan for _ in range(12)]
+    counts = Counter(plan[0].location_id for plan in plans if plan)
+    assert set(counts) == {"k1", "k2"}
+    assert abs(counts["k1"] - counts["k2"]) <= 2, "the one that less was granted from lately"
+
+
+def test_a_busy_node_gives_way_to_another_with_the_same_prefix() -> None:
+    scene = Scene()
+    ids = chain(20)
+    scene.worker("puller", links("kvstore/k1", in_flight_bytes=1e9))
+    scene.worker("a", links("kvstore/k1", "kvstore/k2"))
+    for name in ("k1", "k2"):
+        scene.kvstore(name, host="another")
+        scene.hold(f"kvstore/{name}", ids)
+    ask = scene.ask(ids, excluded_workers=frozenset({"puller"}))
+    assert {scene.grant(ask).pull_plan[0].location_id for _ in range(4)} == {"k2"}
+
+
+def test_a_new_copy_is_tried_beside_a_node_that_is_known_to_be_fast() -> None:
+    scene = Scene()
+    ids = chain(20)
+    scene.worker("a", links("kvstore/k1", bytes_per_s=5e9, setup_s=0.001))
+    for name in ("k1", "k2"):
+        scene.kvstore(name, host="another")
+        scene.hold(f"kvstore/{name}", ids)
+    assert {scene.grant(scene.ask(ids)).pull_plan[0].location_id for _ in range(4)} == {"k1", "k2"}
+    scene.kvstore("k3", host="h")
+    scene.hold("kvstore/k3", ids)
+    # What is known of links to other hosts says nothing of those on this one.
+    assert {scene.grant(scene.ask(ids)).pull_plan[0].location_id for _ in range(6)} == {"k1", "k2"}
+
+
 def test_an_overfull_cache_holder_loses_to_an_idle_worker() -> None:
     scene = Scene()
     ids = chain(10)
