@@ -95,3 +95,28 @@ async def test_evicted_blocks_come_back_and_peers_share(tmp_path: Path, valkey: 
             assert alone.cached == 0
             await peer.wait_idle()
         await worker.wait_idle()
+
+
+async def test_blocks_that_are_about_to_go_are_pushed_in_time(tmp_path: Path, valkey: Valkey) -> None:
+    tokens = prompt(100)
+    options = ("--num-blocks", "96", "--push", "on_eviction")
+    async with (
+        running_kvstore(valkey.url),
+        registry(valkey.url) as watcher,
+        running_worker(tmp_path / "a", valkey.url, *options, threads=1) as worker,
+    ):
+        await eventually(lambda: {"kvstore/kv", "worker/w"} <= watcher.records.keys(), timeout_s=20)
+        await eventually(lambda: '"push target"' in worker.log(), timeout_s=20)
+        cold = await worker.generate(tokens, 10)
+        for other in range(6):
+            await worker.generate(prompt(120, 100 + other), 2)
+        assert total(worker.metrics(), "kvmesh_mover_pushed_blocks_total") == 0
+        for other in range(6, 18):
+            await worker.generate(prompt(120, 100 + other), 8)
+        assert total(worker.metrics(), "kvmesh_worker_pushes_dropped_total") == 0
+        step = pull_step(watcher.records["kvstore/kv"], 6)
+        back = await worker.generate(tokens, 10, pull_plan=[step])
+        assert back.completed is not None
+        assert back.completed.usage.cached.ram == 96, worker.log()
+        assert back.tokens == cold.tokens
+        await worker.wait_idle()
