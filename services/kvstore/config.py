@@ -24,6 +24,10 @@ class KvStoreSettings(ServiceSettings):
     pull_listen: str = Field(
         "127.0.0.1:0", description="UCX address, host:port; UCX listens on all interfaces, the host is advertised."
     )
+    partial_bytes: int = Field(
+        0, ge=0, description="Most memory for blocks whose ranks have not all pushed yet; 0: an eighth of ram_bytes."
+    )
+    partial_max_age_s: float = Field(10.0, gt=0, description="Longest time that such a block waits for the others.")
     owner_ram_bytes: int = Field(0, ge=0, description="Most memory for blocks of one owner; 0: no limit.")
     replicate_leases: int = Field(
         16,

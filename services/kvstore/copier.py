@@ -21,7 +21,8 @@ from services.common.transfer.protocol import PeerAddress, PullRequest, Transpor
 from services.kvstore.metrics import ReplicationTotals
 from services.kvstore.pace import Pace
 from services.kvstore.replicator import MAX_COPY_BLOCKS
-from services.kvstore.store import Store, StoreReservation
+from services.kvstore.reservations import StoreReservation
+from services.kvstore.store import Store
 
 _MAX_WAITING = 4
 _BATCH_BLOCKS, _BATCH_BYTES = 64, 32 * 2**20
@@ -136,7 +137,7 @@ class Copier:
         await asyncio.sleep(self._pace.wait_s(_now_s()))
         if self._is_closed or self._is_busy():
             return 0, 0, "closing" if self._is_closed else "busy"
-        reservation = await self._store.reserve(headers, 0, created_s=ask.created_s)
+        reservation = await self._store.reserve_copies(headers, ask.created_s)
         first, count = reservation.num_held, len(reservation.buffers)
         wanted = sum(map(len, reservation.buffers))
         self._pace.went(wanted, _now_s())

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import structlog
 from opentelemetry import propagate, trace
 
-from services.common.transfer.protocol import STOP_COMPLETE, HeldBlock, PullRequest
+from services.common.transfer.protocol import STOP_COMPLETE, STOP_HEADS, HeldBlock, PullRequest
+from services.common.transfer.shares import narrowed
 from services.kvstore.metrics import Totals
 from services.kvstore.ram_tier import Entry, RamTier
 
@@ -46,6 +47,10 @@ class StoreLease:
         self.stop = stop
         self.blocks = [HeldBlock(entry.header, ram.view(entry), "ram") for entry in from_ram]
         self.blocks += [HeldBlock(entry.header, ram.view(entry), "ssd") for entry in from_ssd]
+        if request.heads is not None:
+            num_blocks = len(self.blocks)
+            self.blocks = narrowed(self.blocks, request.heads)
+            self.stop = stop if len(self.blocks) == num_blocks else STOP_HEADS
         self._ram = ram
         self._totals = totals
         self._entries = from_ram + from_ssd
@@ -67,6 +72,9 @@ def note_read(ram: RamTier, totals: Totals, request: PullRequest, duration_s: fl
     """Count what a peer has read by the directory. Returns the blocks that are still here."""
     entries = ram.touch(request.ids)
     num_bytes = sum(entry.slot.num_bytes for entry in entries)
+    if request.heads is not None:
+        blocks = [HeldBlock(entry.header, ram.view(entry), "ram") for entry in entries]
+        num_bytes = sum(len(block.payload) for block in narrowed(blocks, request.heads))
     totals.was_read(len(entries), num_bytes, duration_s)
     span = _start_span(request, time.time_ns() - int(duration_s * 1e9))
     _end_span(span, request, Served(len(entries), num_bytes, 0, STOP_COMPLETE, "read", duration_s))

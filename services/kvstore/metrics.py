@@ -39,6 +39,9 @@ _failed_copies = _meter.create_counter(
 )
 _replicated = _meter.create_counter("kvmesh_kvstore_replicated_blocks", description="Blocks copied from other nodes.")
 _replicated_bytes = _meter.create_counter("kvmesh_kvstore_replicated_bytes", description="Payload of these.")
+_partial = _meter.create_counter(
+    "kvmesh_kvstore_dropped_partial_blocks", description="Blocks of which not all heads came, by reason."
+)
 
 RAM = {"tier": "ram"}
 SSD = {"tier": "ssd"}
@@ -56,6 +59,7 @@ class Totals:
     rejected_blocks: int = 0
     verification_failures: int = 0
     open_leases: int = 0
+    dropped_partial_blocks: int = 0
 
     def leased(self, ram_hits: int, ssd_hits: int, misses: int) -> None:
         """A pull begins."""
@@ -112,6 +116,11 @@ class Totals:
         if blocks:
             self.rejected_blocks += blocks
             _rejected.add(blocks, {"reason": reason})
+
+    def dropped_partials(self, blocks: int, reason: str) -> None:
+        """Blocks went before all their heads had come."""
+        self.dropped_partial_blocks += blocks
+        _partial.add(blocks, {"reason": reason})
 
     def failed_verification(self, reason: str) -> None:
         """A block is not what its header says."""

@@ -45,7 +45,13 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     arena = _arena(settings)
     directory = BlockDirectory.create(arena.capacity_bytes, epoch) if arena.region else None
     ram = RamTier(arena, owner_bytes=settings.owner_ram_bytes, directory=directory)
-    store = Store(ram, announcer, epoch=epoch)
+    store = Store(
+        ram,
+        announcer,
+        epoch=epoch,
+        partial_bytes=settings.partial_bytes,
+        partial_max_age_s=settings.partial_max_age_s,
+    )
     transfers = TransferEndpoint(
         settings.transport,
         secret,

@@ -1,7 +1,8 @@
 """The node's blocks as a source and a sink of transfers, and the announcements that follow from them.
 
 RAM and SSD are each prefix-closed, so a chain is a prefix in RAM and a continuation on the SSD. Blocks are lent from
-RAM only: what is wanted from the SSD is brought there first. A block is announced for the faster tier that has it.
+RAM only: what is wanted from the SSD is brought there first. A block is announced for the faster tier that has it,
+and not before all its KV heads are here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -18,7 +18,7 @@ from services.common.announcements import Tier
 from services.common.blocks import BlockId
 from services.common.generations import Generations
 from services.common.transfer.errors import BlockInvalid
-from services.common.transfer.header import BlockHeader, decode_header, verify_payload
+from services.common.transfer.header import decode_header
 from services.common.transfer.protocol import (
     STOP_COMPLETE,
     STOP_EPOCH,
@@ -28,29 +28,20 @@ from services.common.transfer.protocol import (
 from services.kvstore.arena import Slot
 from services.kvstore.lending import StoreLease, note_read
 from services.kvstore.metrics import Totals
+from services.kvstore.part_reservation import PartReservation
+from services.kvstore.partials import PartialBlocks
 from services.kvstore.ram_tier import Entry, RamStatistics, RamTier
+from services.kvstore.reservations import Offered, StoreReservation
 from services.kvstore.ssd_index import SsdEntry
 from services.kvstore.ssd_layer import SsdLayer
-from services.kvstore.ssd_loader import Allocate
 from services.kvstore.ssd_log import SegmentLog
 from services.kvstore.ssd_tier import SsdTier
 
-# Checksums of this much run on the event loop (about a quarter of a millisecond); more goes to a thread.
-_INLINE_BYTES = 2 * 2**20
 # Why blocks of an owner that has been cleared since are refused.
 CLEARED = "cleared"
+# Longest time from the first to the last heads of a block.
+PARTIAL_MAX_AGE_S = 10.0
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Offered:
-    """A block of a push, as its header describes it."""
-
-    header: BlockHeader
-    encoded: bytes
-
-
-Kept = Callable[[Sequence[Offered], Sequence[str]], None]
 
 
 # Told of every pull: the blocks, whether the puller is on this host, and how many pulls are served now.
@@ -69,8 +60,16 @@ class Store:
     """BlockSource and BlockSink over both tiers. Everything runs on the event loop except checksums and the disk."""
 
     def __init__(
-        self, ram: RamTier, announcements: Announcements, *, epoch: int, clock: Callable[[], float] = time.time
+        self,
+        ram: RamTier,
+        announcements: Announcements,
+        *,
+        epoch: int,
+        partial_bytes: int = 0,
+        partial_max_age_s: float = PARTIAL_MAX_AGE_S,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """partial_bytes: most memory for blocks of which heads are missing; 0: an eighth of the RAM tier."""
         self.epoch = epoch
         self.totals = Totals()
         # Blocks of dead owners are taken neither from an offer nor from one that is under way.
@@ -80,6 +79,14 @@ class Store:
         self._ram = ram
         self._announcements = announcements
         self._clock = clock
+        self.partials = PartialBlocks(
+            ram,
+            self._allocate,
+            self.totals.dropped_partials,
+            max_bytes=partial_bytes or ram.statistics().capacity_bytes // 8,
+            max_age_s=partial_max_age_s,
+        )
+        self._expiry: asyncio.TimerHandle | None = None
 
     def statistics(self) -> RamStatistics:
         """Of the RAM tier."""
@@ -121,35 +128,74 @@ class Store:
         """Whether a block is in either tier."""
         return block_id in self._ram or (self.ssd is not None and block_id in self.ssd.tier)
 
-    async def reserve(self, headers: Sequence[bytes], epoch: int, *, created_s: int | None = None) -> StoreReservation:
+    async def reserve(self, headers: Sequence[bytes], epoch: int) -> StoreReservation | PartReservation:
         """Room for the leading blocks of an offer that hang together and fit; blocks that are here need none.
 
-        created_s: when the blocks were made, in seconds since 1970, if it was not just now.
+        All blocks of an offer are whole, or all are of the same heads.
         """
+        offered = await self._take_in(headers, epoch)
+        if offered and offered[0].header.part is not None:
+            return self._reserve_parts(offered)
+        return self._reserve_whole(offered, int(self._clock()))
+
+    async def reserve_copies(self, headers: Sequence[bytes], created_s: int) -> StoreReservation:
+        """Room for blocks that were made earlier, in seconds since 1970, and have been whole elsewhere."""
+        offered = await self._take_in(headers, 0)
+        whole = [block for block in offered if block.header.part is None]
+        self.totals.rejected(len(offered) - len(whole), "invalid")
+        return self._reserve_whole(whole, created_s)
+
+    async def _take_in(self, headers: Sequence[bytes], epoch: int) -> list[Offered]:
+        """What of an offer may be kept at all; its parent is in RAM then, if it is here."""
         current = epoch in (0, self.epoch)
         offered = self._decode(headers) if current else []
         self.totals.rejected(len(headers) - len(offered), "invalid" if current else "epoch")
         if any(self.generations.is_dead(block.header.owner_digest) for block in offered):
             self.totals.rejected(len(offered), CLEARED)
-            offered = []
+            return []
         if self.ssd is not None and offered:
             await self.ssd.prepare(None if offered[0].header.starts_chain else offered[0].header.parent_id)
+        return offered
+
+    def _reserve_whole(self, offered: Sequence[Offered], created_s: int) -> StoreReservation:
         ids = [block.header.block_id for block in offered]
         num_held = next((i for i, block_id in enumerate(ids) if block_id not in self._ram), len(ids))
         reservation = StoreReservation(
-            self._ram,
-            offered,
-            num_held,
-            self._allocate,
-            self._kept,
-            self._overtaken,
-            created_s=int(self._clock()) if created_s is None else created_s,
+            self._ram, offered, num_held, self._allocate, self._kept, self._overtaken, created_s=created_s
         )
         self.totals.rejected(len(offered) - num_held - len(reservation.buffers), "no parent or no room")
         return reservation
 
+    def _reserve_parts(self, offered: Sequence[Offered]) -> PartReservation:
+        now_s = asyncio.get_running_loop().time()
+        self.partials.expire(now_s)
+        reservation = PartReservation(
+            self._ram,
+            self.partials,
+            offered,
+            self._kept,
+            self._overtaken,
+            self.totals.rejected,
+            now_s=now_s,
+            created_s=int(self._clock()),
+        )
+        self._expire_later()
+        return reservation
+
+    def _expire_later(self) -> None:
+        """A timer that drops what stays incomplete, while there is anything."""
+        due_s = self.partials.next_expiry_s
+        if self._expiry is None and due_s is not None:
+            self._expiry = asyncio.get_running_loop().call_at(due_s, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self.partials.expire(asyncio.get_running_loop().time())
+        self._expire_later()
+
     def drop_older(self, owner: bytes) -> tuple[int, int]:
         """Drop the blocks of earlier generations of an owner's tenant; how many went from RAM and from the SSD."""
+        self.partials.clear_older(owner)
         gone = self._ram.clear_older(owner)
         self.totals.cleared(len(gone), sum(entry.slot.num_bytes for entry in gone))
         below = self.ssd.cleared(gone) if self.ssd is not None else set()
@@ -176,6 +222,8 @@ class Store:
     def _kept(self, blocks: Sequence[Offered], faults: Sequence[str]) -> None:
         if blocks:
             ids = [block.header.block_id for block in blocks]
+            for block_id in ids if self.partials else ():
+                self.partials.superseded(block_id)
             self.totals.kept(len(blocks), sum(block.header.payload_bytes for block in blocks))
             self._announcements.add(ids, Tier.RAM)
             if self.ssd is not None:
@@ -192,6 +240,8 @@ class Store:
         return True
 
     def _promoted(self, entries: Sequence[SsdEntry]) -> None:
+        for entry in entries if self.partials else ():
+            self.partials.superseded(entry.block_id)
         self.totals.held(len(entries), sum(entry.payload_bytes for entry in entries))
         self._announcements.add([entry.block_id for entry in entries], Tier.RAM)
 
@@ -204,122 +254,13 @@ class Store:
         for encoded in headers:
             try:
                 header = decode_header(encoded)
-                if header.payload_bytes % len(header.checksums) or not header.payload_bytes:
-                    raise BlockInvalid("size")
+                # Raises for a size that does not divide into heads.
+                _ = header.covered_bytes
+                if offered and header.part != offered[0].header.part:
+                    raise BlockInvalid("heads")
             except BlockInvalid as error:
                 self.totals.failed_verification(error.reason)
                 _log.warning("an offered block has a bad header", reason=error.reason)
                 break
             offered.append(Offered(header, encoded))
         return offered
-
-
-class StoreReservation:
-    """Slots for the new blocks of an offer. What they hang on is lent to the reservation, so it stays meanwhile."""
-
-    def __init__(
-        self,
-        ram: RamTier,
-        offered: Sequence[Offered],
-        num_held: int,
-        allocate: Allocate,
-        kept: Kept,
-        overtaken: Callable[[Sequence[Offered]], bool],
-        *,
-        created_s: int,
-    ) -> None:
-        self.num_held = num_held
-        self._overtaken = overtaken
-        self._created_s = created_s
-        self._ram = ram
-        self._kept = kept
-        self._new: list[tuple[Offered, Slot]] = []
-        self._anchor = self._hold_anchor(offered, num_held)
-        self._reserve(offered[num_held:], allocate)
-        self.buffers = [ram.memory(slot) for _, slot in self._new]
-
-    async def commit(self) -> int:
-        """As `Reservation.commit`."""
-        try:
-            reasons = await self._verify()
-            if self._overtaken([block for block, _ in self._new]):
-                return 0
-            return self.num_held + self._insert(reasons)
-        finally:
-            self.abandon()
-
-    def keep_first(self, count: int) -> None:
-        """Only the first `count` buffers were filled, and nobody writes the others any more."""
-        for block, slot in self._new[count:]:
-            self._ram.discard(slot, block.header.owner_digest)
-        del self._new[count:], self.buffers[count:]
-
-    def abandon(self) -> None:
-        """As `Reservation.abandon`; also gives back the slots that `commit` did not use."""
-        for block, slot in self._new:
-            self._ram.discard(slot, block.header.owner_digest)
-        self._new.clear()
-        if self._anchor is not None:
-            self._ram.release([self._anchor])
-            self._anchor = None
-
-    def _hold_anchor(self, offered: Sequence[Offered], num_held: int) -> Entry | None:
-        if num_held:
-            return self._ram.hold(offered[num_held - 1].header.block_id)
-        if offered and not offered[0].header.starts_chain:
-            return self._ram.hold(offered[0].header.parent_id)
-        return None
-
-    def _reserve(self, offered: Sequence[Offered], allocate: Allocate) -> None:
-        parent_id = self._anchor.block_id if self._anchor is not None else None
-        for block in offered:
-            expected = None if block.header.starts_chain else block.header.parent_id
-            if (
-                expected != parent_id
-                or (slot := allocate(block.header.payload_bytes, block.header.owner_digest)) is None
-            ):
-                return
-            self._new.append((block, slot))
-            parent_id = block.header.block_id
-
-    async def _verify(self) -> list[str]:
-        """What is wrong with each block, "" for nothing."""
-        if sum(len(buffer) for buffer in self.buffers) <= _INLINE_BYTES:
-            return self._verify_all()
-        return await asyncio.to_thread(self._verify_all)
-
-    def _verify_all(self) -> list[str]:
-        return [_fault(block, buffer) for (block, _), buffer in zip(self._new, self.buffers, strict=True)]
-
-    def _insert(self, faults: list[str]) -> int:
-        """Insert up to the first bad block. Returns how many are held."""
-        added: list[Offered] = []
-        held = 0
-        for (block, slot), fault in zip(list(self._new), faults, strict=True):
-            header = block.header
-            if fault:
-                break
-            parent_id = None if header.starts_chain else header.parent_id
-            if self._ram.insert(
-                header.block_id,
-                parent_id,
-                slot,
-                block.encoded,
-                owner=header.owner_digest,
-                created_s=self._created_s,
-            ):
-                added.append(block)
-                self._new.remove((block, slot))
-            elif header.block_id not in self._ram:
-                break
-            held += 1
-        self._kept(added, [fault for fault in faults if fault])
-        return held
-
-
-def _fault(block: Offered, buffer: memoryview) -> str:
-    try:
-        verify_payload(block.header, buffer)
-    except BlockInvalid as error:
-        return error.reason
-    return ""

@@ -14,8 +14,10 @@ from services.common.blocks import BlockId
 from services.common.transfer.protocol import PullRequest
 from services.kvstore import lending
 from services.kvstore.arena import Arena
+from services.kvstore.part_reservation import PartReservation
 from services.kvstore.ram_tier import RamTier
-from services.kvstore.store import Store, StoreReservation
+from services.kvstore.reservations import StoreReservation
+from services.kvstore.store import Store
 from tests.common.transfer.blocks import chain, header, payload
 
 _BLOCK_BYTES = 192 * 16
@@ -46,7 +48,7 @@ def store(announced: Announced) -> Store:
     return Store(RamTier(Arena(64 * 4096)), announced, epoch=_EPOCH)
 
 
-async def offer(store: Store, ids: list[BlockId], *, epoch: int = 0) -> StoreReservation:
+async def offer(store: Store, ids: list[BlockId], *, epoch: int = 0) -> StoreReservation | PartReservation:
     """A reservation whose buffers hold what was offered."""
     data = [payload(block_id, _BLOCK_BYTES) for block_id in ids]
     reservation = await store.reserve([header(ids, i, block) for i, block in enumerate(data)], epoch)

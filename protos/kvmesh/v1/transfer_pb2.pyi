@@ -25,26 +25,56 @@ class PullRequest(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
     block_ids: _builtins.bytes
     """Ids of the wanted blocks in prefix order, 16 bytes each, concatenated."""
     epoch: _builtins.int
     """The answer is empty when the holder's epoch is another. 0: any."""
     deadline_s: _builtins.float
     """Time the puller will wait, from sending."""
+    @_builtins.property
+    def heads(self) -> Global___HeadRange:
+        """Only these KV heads of each block. Unset: whole blocks."""
+
     def __init__(
         self,
         *,
         block_ids: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         deadline_s: _builtins.float = ...,
+        heads: Global___HeadRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "deadline_s", b"deadline_s", "epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "deadline_s", b"deadline_s", "epoch", b"epoch", "heads", b"heads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
+
+@_typing.final
+class HeadRange(_message.Message):
+    """KV heads `first` .. `first + count` of a block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeadRange: _TypeAlias = HeadRange  # noqa: Y015
 
 @_typing.final
 class PullChunk(_message.Message):
@@ -58,6 +88,7 @@ class PullChunk(_message.Message):
     header: _builtins.bytes
     """Encoded block header."""
     payload: _builtins.bytes
+    """The block, or its wanted heads."""
     tier: _builtins.str
     """Tier that held it."""
     def __init__(
@@ -82,7 +113,7 @@ class PushChunk(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     header: _builtins.bytes
-    """Encoded block header."""
+    """Encoded block header. A rank that owns some KV heads only sends those; the header says which."""
     payload: _builtins.bytes
     def __init__(
         self,

@@ -62,8 +62,12 @@ class GrpcTransport:
     ) -> PullResult:
         """As `Transport.pull`."""
         async with self._operation(peer, request.deadline_s) as (channel, heard):
+            heads = request.heads
             message = transfer_pb2.PullRequest(
-                block_ids=join_ids(request.ids), epoch=request.epoch, deadline_s=request.deadline_s
+                block_ids=join_ids(request.ids),
+                epoch=request.epoch,
+                deadline_s=request.deadline_s,
+                heads=transfer_pb2.HeadRange(first=heads.first, count=heads.count) if heads else None,
             )
             metadata = (*self._metadata(request.traceparent), (REQUEST_ID_METADATA, request.request_id or "-"))
             call = transfer_pb2_grpc.BlockTransferStub(channel).Pull(

@@ -19,6 +19,7 @@ from opentelemetry import propagate
 from services.common.blocks import split_ids
 from services.common.rpc import REQUEST_ID_METADATA
 from services.common.transfer.grpc_client import EPOCH_METADATA, STOP_METADATA
+from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import (
     MAX_PULL_BLOCKS,
     MAX_PUSH_BLOCKS,
@@ -45,12 +46,13 @@ class BlockTransferServicer(transfer_pb2_grpc.BlockTransferServicer):
         """Leading blocks of the request; the reason for stopping short is in the trailing metadata."""
         try:
             ids = split_ids(request.block_ids)
+            heads = HeadRange(request.heads.first, request.heads.count) if request.HasField("heads") else None
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not 0 < len(ids) <= MAX_PULL_BLOCKS:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a pull of no or of too many blocks")
         deadline_s = min(request.deadline_s, self._max_operation_s)
-        wanted = PullRequest(ids, request.epoch, deadline_s, _current_traceparent(), _request_id(context))
+        wanted = PullRequest(ids, request.epoch, deadline_s, _current_traceparent(), _request_id(context), heads)
         try:
             async with asyncio.timeout(deadline_s):
                 lent = _Lent(await self._source.lease(wanted), deadline_s)

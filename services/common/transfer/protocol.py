@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.common.blocks import BlockId
+from services.common.transfer.heads import HeadRange
 
 PROTOCOL_VERSION = 1
 # Most blocks of one pull and of one push; callers split longer ones.
@@ -30,6 +31,8 @@ STOP_COMPLETE, STOP_MISSING, STOP_EPOCH = "", "missing", "epoch"
 STOP_OVERLOAD, STOP_DEADLINE, STOP_CANCELLED = "overload", "deadline", "cancelled"
 # The next block is here, but not where this transport could fetch it; another one may.
 STOP_ELSEWHERE = "elsewhere"
+# The holder does not have the wanted heads of the next block.
+STOP_HEADS = "heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,17 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """Blocks wanted, in prefix order. epoch 0: any. deadline_s: how long the puller waits, from sending."""
+    """Blocks wanted, in prefix order. epoch 0: any. deadline_s: how long the puller waits, from sending.
+
+    heads: only these KV heads of each block, which is what the buffers have room for; None: whole blocks.
+    """
 
     ids: Sequence[BlockId]
     epoch: int
     deadline_s: float
     traceparent: str = ""
     request_id: str = ""
+    heads: HeadRange | None = None
     # Known on the holder's side alone, where the transport tells.
     same_host: bool = False
 
@@ -64,7 +71,10 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """Blocks offered, in prefix order: encoded headers and the memory that holds them. epoch 0: any."""
+    """Blocks offered, in prefix order: encoded headers and the memory that holds them. epoch 0: any.
+
+    A rank that owns some heads only offers those of each block; the headers say which.
+    """
 
     headers: Sequence[bytes]
     payloads: Sequence[memoryview]
@@ -105,7 +115,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldBlock:
-    """A block that a source lends: its encoded header, its bytes, and the tier it comes from."""
+    """A block that a source lends: its encoded header, its bytes or those of the wanted heads, and its tier."""
 
     header: bytes
     payload: memoryview

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import structlog
 
-from services.common.blocks import BLOCK_ID_BYTES, BlockId, split_ids
 from services.common.transfer import wire
 from services.common.transfer.connection import Connection
 from services.common.transfer.errors import HandshakeRefused, PeerLost, ProtocolViolation, TransferError
 from services.common.transfer.protocol import (
-    MAX_PULL_BLOCKS,
     MAX_PUSH_BLOCKS,
     STOP_DEADLINE,
     STOP_OVERLOAD,
@@ -103,10 +102,7 @@ class TransferServer(ABC, Generic[C]):
 
     def spawn_pull(self, session: Session[C], message: wire.Pull) -> None:
         """Serve a pull in a task of its own."""
-        deadline_s = min(message.deadline_s, self._max_operation_s)
-        request = PullRequest(
-            _ids(message.ids), message.epoch, deadline_s, message.traceparent, message.request_id, self.same_host
-        )
+        request = replace(message.request(self._max_operation_s), same_host=self.same_host)
         if self._closing or self._num_operations >= MAX_OPERATIONS:
             session.connection.send(wire.PullEnd(message.op, 0, STOP_OVERLOAD))
             return
@@ -148,13 +144,6 @@ class TransferServer(ABC, Generic[C]):
             _log.error("serving a transfer failed", exc_info=error)
 
 
-def _ids(data: bytes) -> list[BlockId]:
-    """Ids of a pull. Raises ProtocolViolation."""
-    if not 0 < len(data) <= MAX_PULL_BLOCKS * BLOCK_ID_BYTES or len(data) % BLOCK_ID_BYTES:
-        raise ProtocolViolation("a pull of no or of too many blocks")
-    return split_ids(data)
-
-
 class Session(Generic[C]):
     """Messages of one connection, and its running pulls."""
 
@@ -179,8 +168,7 @@ class Session(Generic[C]):
         elif isinstance(message, wire.Offer | wire.ShownOffer):
             self._server.spawn_push(self, message)
         elif isinstance(message, wire.WasRead):
-            request = PullRequest(_ids(message.ids), 0, 0.0, message.traceparent, message.request_id)
-            self._server.note_read(request, max(0.0, message.duration_s))
+            self._server.note_read(message.request(), max(0.0, message.duration_s))
         elif isinstance(message, wire.Cancel | wire.Taken):
             if message.op in self.pulls:
                 self.pulls[message.op].handle(message)

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.common.blocks import join_ids
 from services.common.transfer import wire
 from services.common.transfer.client import Outcome, Peer, PeerCache
 from services.common.transfer.errors import ProtocolViolation, TransferError, TransferTimeout
@@ -69,10 +68,7 @@ class ShmTransport:
     ) -> PullResult:
         number = connected.next_number()
         operation = _PullOperation(connected.connection, number, buffers, on_block)
-        message = wire.Pull(
-            number, join_ids(request.ids), request.epoch, request.deadline_s, request.traceparent, request.request_id
-        )
-        return await connected.run(number, operation, message, request.deadline_s)
+        return await connected.run(number, operation, wire.Pull.of(number, request), request.deadline_s)
 
     async def push(self, peer: PeerAddress, request: PushRequest) -> PushResult:
         """As `Transport.push`. Raises NotShown when a payload lies in no region."""

@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from services.common.blocks import BlockId, join_ids
+from services.common.blocks import BlockId
 from services.common.transfer import wire
-from services.common.transfer.errors import ProtocolViolation
+from services.common.transfer.errors import BlockInvalid, ProtocolViolation
+from services.common.transfer.header import decode_header
+from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import OnBlock, PullRequest
 from services.common.transfer.shm_connection import ShmConnection
+from services.common.transfer.shm_directory import Listed
+from services.common.transfer.wire import Place
 
 # Copied (and, by the callers, verified) before the loop gets another turn: a quarter of a millisecond.
 TURN_BYTES = 2 * 2**20
@@ -40,7 +44,7 @@ async def read_listed(
                 await asyncio.sleep(0)
                 if loop.time() - started_s >= request.deadline_s:
                     break
-            header = _copy(connection, block_id, buffer)
+            header = _copy(connection, block_id, buffer, request.heads)
             if header is None:
                 break
             on_block(num_read, header, LISTED_TIER)
@@ -48,25 +52,37 @@ async def read_listed(
             left -= len(buffer)
     finally:
         if num_read:
-            ids = join_ids(request.ids[:num_read])
-            seconds = loop.time() - started_s
-            connection.send_later(wire.WasRead(ids, seconds, request.traceparent, request.request_id))
+            connection.send_later(wire.WasRead.of(request, num_read, loop.time() - started_s))
     return num_read
 
 
-def _copy(connection: ShmConnection, block_id: BlockId, buffer: memoryview) -> bytes | None:
-    """Copy one block; returns its header, None when it is not listed, or was not all the while."""
+def _copy(connection: ShmConnection, block_id: BlockId, buffer: memoryview, heads: HeadRange | None) -> bytes | None:
+    """Copy one block or its `heads`; returns its header, None when it is not listed, or was not all the while."""
     directory = connection.peer_directory
     if directory is None:
         return None
     listed = directory.find(block_id)
-    if listed is None or listed.place[2] != len(buffer):
+    place = None if listed is None else listed.place if heads is None else _place_of(listed, heads)
+    if listed is None or place is None or place[2] != len(buffer):
         return None
     try:
-        buffer[:] = connection.peer_view(listed.place)
+        buffer[:] = connection.peer_view(place)
     except ProtocolViolation as violation:
         if not directory.is_current(listed):
             return None
         connection.fail(violation)
         raise
     return listed.header if directory.is_current(listed) else None
+
+
+def _place_of(listed: Listed, heads: HeadRange) -> Place | None:
+    """Where these heads of a listed block lie; None when it does not have them."""
+    region, offset, num_bytes = listed.place
+    try:
+        header = decode_header(listed.header)
+        if num_bytes != header.covered_bytes or not header.covered.contains(heads):
+            return None
+    except BlockInvalid:
+        return None
+    head_bytes, first = num_bytes // header.covered.count, heads.first - header.covered.first
+    return region, offset + first * head_bytes, heads.count * head_bytes

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from services.common.blocks import join_ids
 from services.common.transfer import wire
 from services.common.transfer.client import Outcome, PeerCache
 from services.common.transfer.errors import PeerLost, ProtocolViolation, TransferError
@@ -47,15 +46,7 @@ class UcxTransport:
         number = connected.next_number()
         extents = [connected.connection.endpoint.extent(buffer) for buffer in buffers]
         operation = _PullOperation(connected.connection, number, buffers, extents, on_block)
-        message = wire.Pull(
-            number,
-            join_ids(request.ids),
-            request.epoch,
-            request.deadline_s,
-            request.traceparent,
-            request.request_id,
-            run_lengths(extents),
-        )
+        message = wire.Pull.of(number, request, run_lengths(extents))
         return await connected.run(number, operation, message, request.deadline_s)
 
     async def push(self, peer: PeerAddress, request: PushRequest) -> PushResult:

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
 import msgspec
 
+from services.common.blocks import BLOCK_ID_BYTES, BlockId, join_ids, split_ids
 from services.common.transfer.errors import ProtocolViolation
+from services.common.transfer.heads import HeadRange
+from services.common.transfer.protocol import MAX_PULL_BLOCKS, PullRequest
 
 NONCE_BYTES = 16
 FRAME_BYTES = 192
@@ -64,7 +67,10 @@ class Refused(Control, frozen=True):
 
 
 class Pull(Control, frozen=True):
-    """Fields of PullRequest; ids are concatenated. runs: how many buffers, one after the other, adjoin in memory."""
+    """Fields of PullRequest; ids are concatenated, heads are first and count.
+
+    runs: how many buffers, one after the other, adjoin in memory.
+    """
 
     op: int
     ids: bytes
@@ -73,6 +79,20 @@ class Pull(Control, frozen=True):
     traceparent: str
     request_id: str
     runs: list[int] = []
+    heads: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, op: int, request: PullRequest, runs: Sequence[int] = ()) -> Pull:
+        """The message that asks for `request`."""
+        ids, heads = join_ids(request.ids), _fields(request.heads)
+        context = request.traceparent, request.request_id
+        return cls(op, ids, request.epoch, request.deadline_s, *context, list(runs), heads)
+
+    def request(self, max_deadline_s: float) -> PullRequest:
+        """What is asked for, in at most so many seconds. Raises ProtocolViolation."""
+        deadline_s = min(self.deadline_s, max_deadline_s)
+        ids, heads = _ids(self.ids), _heads(self.heads)
+        return PullRequest(ids, self.epoch, deadline_s, self.traceparent, self.request_id, heads)
 
 
 class Blocks(Control, frozen=True):
@@ -167,6 +187,17 @@ class WasRead(Control, frozen=True):
     duration_s: float
     traceparent: str
     request_id: str
+    heads: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, request: PullRequest, num_blocks: int, duration_s: float) -> WasRead:
+        """The message that tells of the leading blocks of `request`."""
+        ids, heads = join_ids(request.ids[:num_blocks]), _fields(request.heads)
+        return cls(ids, duration_s, request.traceparent, request.request_id, heads)
+
+    def request(self) -> PullRequest:
+        """The part of a pull that was read, without epoch and deadline. Raises ProtocolViolation."""
+        return PullRequest(_ids(self.ids), 0, 0.0, self.traceparent, self.request_id, _heads(self.heads))
 
 
 class ShownOffer(Control, frozen=True):
@@ -220,6 +251,23 @@ def split(data: memoryview) -> Iterator[memoryview]:
         size = _LENGTH.size + _LENGTH.unpack_from(data)[0]
         yield data[:size]
         data = data[size:]
+
+
+def _ids(data: bytes) -> list[BlockId]:
+    if not 0 < len(data) <= MAX_PULL_BLOCKS * BLOCK_ID_BYTES or len(data) % BLOCK_ID_BYTES:
+        raise ProtocolViolation("a pull of no or of too many blocks")
+    return split_ids(data)
+
+
+def _heads(fields: tuple[int, int] | None) -> HeadRange | None:
+    try:
+        return HeadRange(*fields) if fields else None
+    except ValueError as error:
+        raise ProtocolViolation(f"a pull of {error}") from None
+
+
+def _fields(heads: HeadRange | None) -> tuple[int, int] | None:
+    return (heads.first, heads.count) if heads else None
 
 
 def proof(key: bytes, role: bytes, version: int, hello_nonce: bytes, challenge_nonce: bytes) -> bytes:

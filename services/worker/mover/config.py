@@ -11,6 +11,7 @@ from services.common.blocks import LAYOUT_VERSION
 from services.common.settings import ConfigurationError, ServiceSettings
 from services.common.transfer.endpoint import TransportMode
 from services.common.transfer.header import DTYPE_BYTES, BlockFormat, Segment
+from services.common.transfer.heads import HeadRange
 
 
 class MoverSettings(ServiceSettings):
@@ -26,7 +27,9 @@ class MoverSettings(ServiceSettings):
 class MoverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The JSON of `--config`. Descriptors are inherited.
 
-    block_shape: [kv_head, layer, k|v, token, head_dim]; empty when the front does not say.
+    Blocks are described whole: block_bytes, num_kv_heads, and block_shape as [kv_head, layer, k|v, token, head_dim],
+    empty when the front does not say. The pool of a tensor-parallel rank has the heads first_head ..
+    first_head + num_heads of each; num_heads 0: all.
     """
 
     engine_fd: int
@@ -43,11 +46,25 @@ class MoverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout_version: int = LAYOUT_VERSION
     kv_dtype: str = "bfloat16"
     block_shape: list[int] = []
+    first_head: int = 0
+    num_heads: int = 0
     advertise_host: str = ""
     transport: TransportMode | None = None
 
+    def heads(self) -> HeadRange:
+        """Heads that this rank owns. Raises ConfigurationError when the block does not have them."""
+        try:
+            heads = HeadRange(self.first_head, self.num_heads or self.num_kv_heads)
+        except ValueError as error:
+            raise ConfigurationError(f"mover: {error}") from None
+        if heads.end > self.num_kv_heads:
+            raise ConfigurationError(
+                f"mover: first_head={self.first_head}, num_heads={self.num_heads}: not in {self.num_kv_heads}"
+            )
+        return heads
+
     def block_format(self) -> BlockFormat:
-        """Format of this replica's blocks. Raises ConfigurationError when sizes disagree."""
+        """Format of this replica's whole blocks. Raises ConfigurationError when sizes disagree."""
         if self.kv_dtype not in DTYPE_BYTES:
             raise ConfigurationError(f"mover: kv_dtype={self.kv_dtype!r}: unknown")
         elements = self.block_bytes // DTYPE_BYTES[self.kv_dtype]

@@ -17,7 +17,7 @@ class SharedPool:
     """Maps an inherited memory file of `num_blocks` slots."""
 
     def __init__(self, descriptor: int, num_blocks: int, block_bytes: int) -> None:
-        """Raises ConfigurationError when the file is smaller than that."""
+        """block_bytes: of a slot, which has this rank's heads. Raises ConfigurationError when the file is smaller."""
         size = num_blocks * block_bytes
         if os.fstat(descriptor).st_size < size:
             raise ConfigurationError(f"mover: pool_fd={descriptor}: smaller than {num_blocks} x {block_bytes} bytes")

@@ -18,6 +18,7 @@ from opentelemetry import propagate, trace
 from services.common.blocks import BlockId, split_ids
 from services.common.transfer.errors import BlockInvalid, PeerLost, TransferError, TransferTimeout
 from services.common.transfer.header import BlockFormat, verify_block
+from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import (
     CONNECT_TIMEOUT_S,
     STOP_DEADLINE,
@@ -51,6 +52,7 @@ class Puller:
         transport: Transport,
         pool: SharedPool,
         block_format: BlockFormat,
+        heads: HeadRange,
         counters: Counters,
         health: NodeHealth,
         done: Callable[[PullDone | PullCut], None],
@@ -59,6 +61,8 @@ class Puller:
         self._transport = transport
         self._pool = pool
         self._format = block_format
+        # None asks for whole blocks.
+        self._heads = None if heads == block_format.all_heads else heads
         self._counters = counters
         self._health = health
         self._done = done
@@ -130,10 +134,10 @@ class Puller:
                 progress.error = "the node rests after failures"
                 return
             progress.begin_run(run.num_blocks)
-            received = _Received(ids[first:end], buffers[first:end], run, self._format, progress)
+            received = _Received(ids[first:end], buffers[first:end], run, self._format, self._heads, progress)
             try:
                 traceparent = _traceparent(message.traceparent)
-                request = PullRequest(ids[first:end], run.epoch, left_s, traceparent, message.request_id)
+                request = PullRequest(ids[first:end], run.epoch, left_s, traceparent, message.request_id, self._heads)
                 result = await self._pull(run, request, buffers[first:end], received)
             except TransferError as error:
                 progress.end_run(_LATE if isinstance(error, TransferTimeout) else "failed")
@@ -205,6 +209,7 @@ class _Received:
         buffers: list[memoryview],
         run: HolderRun,
         block_format: BlockFormat,
+        heads: HeadRange | None,
         progress: PullProgress,
     ) -> None:
         self.fault = ""
@@ -212,13 +217,14 @@ class _Received:
         self._buffers = buffers
         self._run = run
         self._format = block_format
+        self._heads = heads
         self._progress = progress
         self._later: deque[tuple[int, bytes, str]] = deque()
         self._thread: asyncio.Future[None] | None = None
 
     def on_block(self, index: int, header: bytes, tier: str) -> None:
         """A block has arrived."""
-        if self._format.block_bytes > INLINE_BYTES:
+        if len(self._buffers[index]) > INLINE_BYTES:
             self._later.append((index, header, tier))
             self._verify_in_thread()
         else:
@@ -246,7 +252,7 @@ class _Received:
         try:
             if tier not in _TIERS[self._run.kind]:
                 raise BlockInvalid("tier")
-            verify_block(header, self._buffers[index], self._ids[index], self._format)
+            verify_block(header, self._buffers[index], self._ids[index], self._format, self._heads)
         except BlockInvalid as error:
             self.fault = f"invalid {error.reason}"
             _log.warning("a pulled block is not usable", reason=error.reason, holder=self._run.location_id)

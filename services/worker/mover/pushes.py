@@ -1,5 +1,7 @@
 """Write-behind to the kvstore node. Never waited for: what cannot go now is dropped and counted.
 
+A tensor-parallel rank offers the heads that it owns; the node joins them with the other ranks'.
+
 Every PushBlocks gets exactly one PushDone, after the transport has let go of every slot. After a failure the target
 rests for a moment (`node_health`), so that a dead node costs nothing but drops.
 """
@@ -16,6 +18,7 @@ import structlog
 from services.common.blocks import BlockId, split_ids
 from services.common.transfer.errors import TransferError
 from services.common.transfer.header import BlockFormat, make_header
+from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import MAX_PUSH_BLOCKS, PeerAddress, PushRequest, Transport
 from services.worker.messages import PushBlocks, PushDone, PushTarget
 from services.worker.mover.counters import Counters
@@ -46,6 +49,7 @@ class Pusher:
         transport: Transport,
         pool: SharedPool,
         block_format: BlockFormat,
+        heads: HeadRange,
         counters: Counters,
         health: NodeHealth,
         done: Callable[[PushDone], None],
@@ -56,6 +60,7 @@ class Pusher:
         self._transport = transport
         self._pool = pool
         self._format = block_format
+        self._heads = heads
         self._counters = counters
         self._health = health
         self._done = done
@@ -123,6 +128,7 @@ class Pusher:
                     parent_id=parents[i],
                     owner_digest=message.owner_digest,
                     starts_chain=message.starts_chain and i == 0,
+                    heads=self._heads,
                 )
                 for i, payload in zip(batch, payloads, strict=True)
             ]

@@ -39,13 +39,14 @@ _log = structlog.get_logger()
 async def run_mover(config: MoverConfig, settings: MoverSettings, secret: MeshSecret) -> None:
     """Serve until a link closes. Raises ConfigurationError, or RuntimeError when it cannot listen."""
     block_format = config.block_format()
-    pool = SharedPool(config.pool_fd, config.num_blocks, config.block_bytes)
+    heads = config.heads()
+    pool = SharedPool(config.pool_fd, config.num_blocks, heads.count * block_format.head_bytes)
     counters = Counters()
     engine: AsyncLink[FromEngineToMover] = await AsyncLink.open(
         socket.socket(fileno=config.engine_fd), FromEngineToMover
     )
     front: AsyncLink[PushTarget] = await AsyncLink.open(socket.socket(fileno=config.front_fd), PushTarget)
-    source = PinnedSource(pool, block_format, config.epoch, counters, engine.send)
+    source = PinnedSource(pool, block_format, heads, config.epoch, counters, engine.send)
     mode = config.transport or settings.transport
     endpoint = TransferEndpoint(
         mode,
@@ -65,7 +66,7 @@ async def run_mover(config: MoverConfig, settings: MoverSettings, secret: MeshSe
     try:
         async with asyncio.TaskGroup() as group:
             health = NodeHealth(front.send)
-            parts = (group, endpoint.transport, pool, block_format, counters, health, engine.send)
+            parts = (group, endpoint.transport, pool, block_format, heads, counters, health, engine.send)
             puller, pusher = Puller(*parts), Pusher(*parts, timeout_s=settings.push_timeout_s)
             group.create_task(_obey_engine(engine, puller, pusher, source))
             group.create_task(_obey_front(front, pusher))

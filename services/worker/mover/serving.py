@@ -1,4 +1,7 @@
-"""This worker's blocks for others, pinned by the engine while they are read. It keeps nobody else's blocks."""
+"""This worker's blocks for others, pinned by the engine while they are read. It keeps nobody else's blocks.
+
+A rank serves what pullers ask for of the heads that it owns, and nothing of a block of which they want others too.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ import structlog
 
 from services.common.blocks import join_ids
 from services.common.transfer.header import UNKNOWN_PARENT, BlockFormat, make_header
+from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import (
     STOP_COMPLETE,
     STOP_EPOCH,
+    STOP_HEADS,
     STOP_MISSING,
     STOP_OVERLOAD,
     HeldBlock,
@@ -35,12 +40,14 @@ class PinnedSource:
         self,
         pool: SharedPool,
         block_format: BlockFormat,
+        heads: HeadRange,
         epoch: int,
         counters: Counters,
         send: Callable[[PinBlocks | Unpin], None],
     ) -> None:
         self._pool = pool
         self._format = block_format
+        self._heads = heads
         self._epoch = epoch
         self._counters = counters
         self._send = send
@@ -56,16 +63,19 @@ class PinnedSource:
             future.set_result(message.slots)
 
     async def lease(self, request: PullRequest) -> PinnedLease:
-        """The leading blocks that the engine has; none for another epoch."""
+        """The leading blocks that the engine has; none for another epoch or for heads of other ranks."""
         if request.epoch not in (0, self._epoch):
             return PinnedLease([], STOP_EPOCH, lambda _: None)
+        wanted = request.heads or self._format.all_heads
+        if not self._heads.contains(wanted):
+            return PinnedLease([], STOP_HEADS, lambda _: None)
         if self._num_pins >= MAX_PINS:
             return PinnedLease([], STOP_OVERLOAD, lambda _: None)
         key = next(self._keys)
         self._num_pins += 1
         try:
             slots = await self._pin(key, request)
-            blocks = await self._read(request, slots)
+            blocks = await self._read(request, slots, wanted)
         except TimeoutError:
             self._unpin(key)
             _log.warning("the engine did not pin blocks in time", blocks=len(request.ids))
@@ -91,17 +101,18 @@ class PinnedSource:
         finally:
             self._waiting.pop(key, None)
 
-    async def _read(self, request: PullRequest, slots: Sequence[int]) -> list[HeldBlock]:
+    async def _read(self, request: PullRequest, slots: Sequence[int], wanted: HeadRange) -> list[HeldBlock]:
         parents = [UNKNOWN_PARENT, *request.ids]
+        inner, num_heads = wanted.relative_to(self._heads), self._heads.count
 
         def read() -> list[HeldBlock]:
-            payloads = [self._pool.slot(slot) for slot in slots]
+            payloads = [inner.share(self._pool.slot(slot), num_heads) for slot in slots]
             return [
-                HeldBlock(make_header(self._format, block_id, payload, parent_id=parent), payload, "peer")
+                HeldBlock(make_header(self._format, block_id, payload, parent_id=parent, heads=wanted), payload, "peer")
                 for block_id, parent, payload in zip(request.ids, parents, payloads, strict=False)
             ]
 
-        if len(slots) * self._pool.block_bytes <= INLINE_BYTES:
+        if len(slots) * wanted.count * self._format.head_bytes <= INLINE_BYTES:
             return read()
         return await asyncio.to_thread(read)
 

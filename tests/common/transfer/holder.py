@@ -21,7 +21,15 @@ from services.common.telemetry import configure_logging
 from services.common.transfer.endpoint import TransferEndpoint
 from services.common.transfer.errors import BlockInvalid
 from services.common.transfer.header import decode_header, verify_payload
-from services.common.transfer.protocol import STOP_COMPLETE, STOP_EPOCH, STOP_MISSING, HeldBlock, PullRequest
+from services.common.transfer.protocol import (
+    STOP_COMPLETE,
+    STOP_EPOCH,
+    STOP_HEADS,
+    STOP_MISSING,
+    HeldBlock,
+    PullRequest,
+)
+from services.common.transfer.shares import narrowed
 from services.common.transfer.shm_directory import BlockDirectory, ShownDirectory
 from services.common.transfer.shm_regions import create_region
 from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
@@ -75,7 +83,11 @@ class Holder:
             if block_id not in self.blocks:
                 break
             found.append(self.blocks[block_id])
-        return Lease(self, found, STOP_COMPLETE if len(found) == len(request.ids) else STOP_MISSING)
+        stop = STOP_COMPLETE if len(found) == len(request.ids) else STOP_MISSING
+        if request.heads is not None:
+            whole, found = found, narrowed(found, request.heads)
+            stop = stop if len(found) == len(whole) else STOP_HEADS
+        return Lease(self, found, stop)
 
     async def reserve(self, headers: Sequence[bytes], epoch: int) -> Reservation:
         return Reservation(self, headers if epoch in (0, EPOCH) else [])

@@ -14,6 +14,7 @@ from services.common.blocks import BlockId
 from services.common.security import MeshSecret
 from services.common.transfer.errors import BlockInvalid, HandshakeRefused, PeerLost, TransferError, TransferTimeout
 from services.common.transfer.header import verify_block
+from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import (
     STOP_COMPLETE,
     STOP_DEADLINE,
@@ -68,8 +69,9 @@ async def pull(
     epoch: int = EPOCH,
     deadline_s: float = 5.0,
     traceparent: str = "",
+    heads: HeadRange | None = None,
 ) -> PullResult:
-    request = PullRequest(pulled.ids, epoch, deadline_s, traceparent, "req-1")
+    request = PullRequest(pulled.ids, epoch, deadline_s, traceparent, "req-1", heads)
     return await transport.pull(peer, request, pulled.buffers, pulled.on_block)
 
 
