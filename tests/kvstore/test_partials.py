@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from services.common.announcements import Tier
-from services.common.blocks import BlockId
+from services.common.blocks import TENANT_TAG_BYTES, BlockId, owner_of
 from services.common.transfer.header import decode_header, verify_block
 from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import STOP_HEADS, PullRequest
 from services.kvstore.arena import Arena
+from services.kvstore.clearing import Clearing
 from services.kvstore.ram_tier import RamTier
 from services.kvstore.store import Store
 from tests.common.transfer.blocks import chain, payload
@@ -20,7 +21,7 @@ from tests.kvstore.parts import BLOCK_BYTES, LEFT, NUM_HEADS, RIGHT, WHOLE, form
 from tests.kvstore.ssd import Announced
 from tests.support.waiting import eventually
 
-_OTHER_OWNER = b"x" * 16
+_OTHER_OWNER = owner_of(b"x" * TENANT_TAG_BYTES, 3)
 
 
 class Opened:
@@ -245,8 +246,12 @@ async def test_a_cleared_owner_has_no_parts_left(opened: Opened) -> None:
     await (await offer(opened.store, ids, LEFT, owner=_OTHER_OWNER)).commit()
     late = await offer(opened.store, ids, RIGHT, owner=_OTHER_OWNER)
     await push(opened.store, others, LEFT)
-    await opened.store.clear_owner(_OTHER_OWNER)
+    clearing = Clearing(opened.store)
+    await clearing.clear_older(_OTHER_OWNER)
+    assert opened.store.partials.statistics().num_blocks == 5
+    await clearing.clear_older(owner_of(b"x" * TENANT_TAG_BYTES, 4))
     assert await late.commit() == 0
+    assert (await offer(opened.store, ids, LEFT, owner=_OTHER_OWNER)).num_held == 0
     assert opened.store.partials.statistics().num_blocks == 2
     assert opened.announced.tiers == {}
     await push(opened.store, others, RIGHT)

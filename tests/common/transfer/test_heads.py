@@ -12,6 +12,7 @@ from services.common.transfer.errors import ProtocolViolation, TransferError
 from services.common.transfer.header import verify_block
 from services.common.transfer.heads import MAX_HEADS, HeadRange
 from services.common.transfer.protocol import STOP_COMPLETE, STOP_HEADS, PullResult, Transport
+from services.common.transfer.shm_directory import directory_supported
 from tests.common.transfer.blocks import SECRET, block_format, chain, payload
 from tests.common.transfer.conftest import HolderProcess, StartHolder, open_transport
 from tests.common.transfer.test_transports import BLOCK_BYTES, Pulled, pull
@@ -30,6 +31,23 @@ async def test_only_the_wanted_heads_come(transport: Transport, start_holder: St
             whole = payload(block_id, BLOCK_BYTES)
             assert buffer == whole[heads.first * _HEAD_BYTES : heads.end * _HEAD_BYTES]
     await eventually(lambda: holder.state()["open_leases"] == 0)
+
+
+async def test_heads_of_listed_blocks_are_read_by_the_directory(
+    transport: Transport, transport_name: str, start_holder: StartHolder
+) -> None:
+    """The rest, and what the listed blocks do not have, is asked for."""
+    holder = start_holder("--blocks", "12", "--listed", "8")
+    heads = HeadRange(1, 2)
+    pulled = Pulled(chain(12), heads.count * _HEAD_BYTES)
+    assert await pull(transport, holder.peer, pulled, heads=heads) == PullResult(12, STOP_COMPLETE)
+    for header, buffer, block_id in zip(pulled.headers, pulled.buffers, pulled.ids, strict=True):
+        verify_block(header, buffer, block_id, block_format(BLOCK_BYTES), heads)
+        assert buffer == payload(block_id, BLOCK_BYTES)[_HEAD_BYTES:]
+    reads = 8 if transport_name == "shm" and directory_supported() else 0
+    await eventually(lambda: len(holder.state()["read"]) == reads)
+    beyond = Pulled(chain(12), heads.count * _HEAD_BYTES)
+    assert await pull(transport, holder.peer, beyond, heads=HeadRange(2, 2)) == PullResult(0, STOP_HEADS)
 
 
 async def test_heads_that_a_block_does_not_have_are_a_short_answer(
