@@ -92,8 +92,9 @@ class Planner:
             self._service("router", one, redis_url, *_flag("policy", options.policy)) for one in range(options.routers)
         ]
         workers = [self._service("worker", one, redis_url, *self._worker(one)) for one in range(options.workers)]
-        ask = self._gateway(routers)
-        gateways = [self._service("gateway", one, redis_url, *ask) for one in range(options.gateways)]
+        gateways = [
+            self._service("gateway", one, redis_url, *self._gateway(one, routers)) for one in range(options.gateways)
+        ]
         processes = (*first, *kvstores, *routers, *workers, *gateways, self._envoy(gateways))
         return MeshPlan(processes, self._files, redis_url, f"{options.http_host}:{options.http_port}")
 
@@ -136,10 +137,11 @@ class Planner:
             *_flag("kv-cache-bytes", _bytes(options.kv_cache_mb)),
         )
 
-    def _gateway(self, routers: list[ProcessSpec]) -> tuple[str, ...]:
+    def _gateway(self, number: int, routers: list[ProcessSpec]) -> tuple[str, ...]:
         addresses = ",".join(router.address for router in routers)
         models = ",".join(f"{model.name}={model.path}" for model in self._models)
-        return ("--routers", addresses, "--models", models)
+        kept = str(self._state.generations(f"gateway-{number}"))
+        return ("--routers", addresses, "--models", models, "--generations-file", kept)
 
     def _valkey(self) -> tuple[ProcessSpec, str]:
         address, port = self._address_and_port()

@@ -57,6 +57,10 @@ class StateDir:
         """Blocks of a kvstore node; survives restarts."""
         return self.root / "ssd" / name
 
+    def generations(self, name: str) -> Path:
+        """Generations of cleared tenants that a gateway keeps; survives restarts, as the SSDs do."""
+        return self.root / f"generations.{name}"
+
     def log(self, name: str) -> Path:
         """Log file of a process."""
         return self.logs / f"{name}.log"

@@ -1,7 +1,8 @@
 """Names of everything that a mesh keeps in Redis.
 
 Keys that one script touches share a hash tag, so that Redis Cluster keeps them together: `{mesh:registry}` for the
-registry and `{mesh:<shard>}` for the block sets of the locations of one shard.
+registry, `{mesh:generations}` for the generations of tenants and `{mesh:<shard>}` for the block sets of the locations
+of one shard.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ class RegistryKeys:
     def record_prefix(self) -> str:
         """`record` without the location, for scripts that walk over the members."""
         return self.record("")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationKeys:
+    """Keys of the generations of cleared tenants. followers: who follows them and how far."""
+
+    incarnation: str
+    table: str
+    revision: str
+    changes: str
+    followers: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,12 @@ class KeySpace:
         tag = f"{{{self.mesh}:registry}}"
         base = f"{tag}:{FORMAT}"
         return RegistryKeys(f"{base}:incarnation", f"{base}:members", f"{base}:changes", tag)
+
+    def generations(self) -> GenerationKeys:
+        """Keys of the generations of cleared tenants."""
+        base = f"{{{self.mesh}:generations}}:{FORMAT}"
+        names = ("incarnation", "table", "revision", "changes", "followers")
+        return GenerationKeys(*(f"{base}:{name}" for name in names))
 
     def shard(self, number: int) -> ShardKeys:
         """Keys of one shard."""

@@ -20,9 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from services.gateway.config import GatewaySettings
     from services.gateway.server import GatewayServer
 
-    async def serve(settings: GatewaySettings, secret: MeshSecret, metrics_address: str) -> None:
+    async def serve(settings: GatewaySettings, secret: MeshSecret, instance: str, metrics_address: str) -> None:
         stop = stop_event()
-        async with GatewayServer(settings, secret).running() as server:
+        async with GatewayServer(settings, secret, instance).running() as server:
             write_ready_file(settings.ready_file, address=server.address, metrics=metrics_address)
             await server.run_until(stop)
             await server.drain()
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with process_telemetry(
             "gateway", instance, level=settings.log_level, metrics_listen=settings.metrics_listen
         ) as metrics_address:
-            asyncio.run(serve(settings, secret, metrics_address))
+            asyncio.run(serve(settings, secret, instance, metrics_address))
     except ConfigurationError as error:
         return exit_on_configuration_error(error)
     except RuntimeError as error:

@@ -22,6 +22,9 @@ class GatewaySettings(ServiceSettings):
     routers: Names = Field(("127.0.0.1:7600",), min_length=1, description="Router addresses, tried in this order.")
     models: Names = Field((DEFAULT_MODEL,), min_length=1, description="Artifacts whose tokenizers are loaded.")
     keys_file: Path | None = Field(None, description="API keys (hashed) and their tenants; none: no authentication.")
+    generations_file: Path | None = Field(
+        None, description="Keeps the generations of cleared tenants, for a Redis that forgets them; none: not kept."
+    )
     max_inflight_requests: int = Field(1024, ge=1, description="Requests in flight before 503.")
     max_waiting_requests: int = Field(512, ge=1, description="Requests that wait for a worker before 503.")
     max_wait_s: float = Field(60.0, gt=0, description="Longest wait for a worker that has room.")

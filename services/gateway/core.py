@@ -31,6 +31,7 @@ from services.gateway.placed_stream import PlacedStream, Placement, PlacementJob
 from services.gateway.planning import Tenant
 from services.gateway.request import GenerationRequest, Plan, Sampling
 from services.gateway.session import OK, Session
+from services.gateway.tenant_generations import TenantGenerations
 from services.gateway.text.pool import Job, ModelMissing, Prepared, TextPool
 
 _MAX_REQUEST_ID = 128
@@ -44,6 +45,7 @@ class Core:
     """Wiring of the parts; `inflight_ids` are the request ids in use."""
 
     keys: KeyRing
+    generations: TenantGenerations
     catalog: ModelCatalog
     pool: TextPool
     admission: Admission
@@ -55,7 +57,9 @@ class Core:
 
     def tenant(self, metadata: Mapping[str, str]) -> Tenant:
         """Who calls. Raises AuthenticationFailed."""
-        return self.keys.tenant_of(metadata.get("authorization", ""), time.monotonic())
+        now_s = time.monotonic()
+        tenant = self.keys.tenant_of(metadata.get("authorization", ""), now_s)
+        return msgspec.structs.replace(tenant, cleared=self.generations.of(tenant.name, now_s))
 
     def open(
         self, api: str, metadata: Mapping[str, str], time_remaining_s: float | None, wanted_id: str = ""

@@ -13,6 +13,7 @@ from kvmesh.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 from kvmesh.v1.openai_pb2_grpc import add_OpenAIServicer_to_server
 
 from services.common.models import resolve_model
+from services.common.process import generated_instance
 from services.common.rpc import MeshServer
 from services.common.security import MeshSecret
 from services.gateway.admission import Admission
@@ -26,6 +27,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.placed_stream import Placement
 from services.gateway.pulse import Pulse
 from services.gateway.router_client import RouterClient
+from services.gateway.tenant_generations import TenantGenerations
 from services.gateway.text.pool import Preparer, TextPool
 from services.gateway.text.text_model import load_text_model
 from services.gateway.waiting_line import WaitingLine
@@ -39,8 +41,14 @@ _log = structlog.get_logger("gateway")
 class GatewayServer:
     """The running gateway: `address` to call, `core` to look into, `drain` before leaving the context."""
 
-    def __init__(self, settings: GatewaySettings, secret: MeshSecret) -> None:
+    def __init__(self, settings: GatewaySettings, secret: MeshSecret, instance: str = "") -> None:
         """Loads tokenizers and keys. Call inside the running loop. Raises ConfigurationError."""
+        self._generations = TenantGenerations(
+            settings.redis_url,
+            instance or generated_instance("gateway"),
+            secret.block_key,
+            settings.generations_file,
+        )
         self._settings = settings
         self.router = RouterClient(
             settings.routers, secret, ask_timeout_s=settings.ask_timeout_s, silence_s=settings.router_silence_s
@@ -85,6 +93,7 @@ class GatewayServer:
             metrics.observe_total(f"kvmesh_gateway_{name}", description, read)
         return Core(
             keys=KeyRing(settings.keys_file),
+            generations=self._generations,
             catalog=ModelCatalog(texts.values()),
             pool=pool,
             admission=admission,
@@ -118,8 +127,10 @@ class GatewayServer:
                 "models": self.router.watch_models(self.core.catalog.update),
                 "pulse": self.pulse.run(),
                 "channels": self.channels.sweep(),
+                "generations": self._generations.run(),
             }
             self._tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
+            await self._generations.started()
             self.address = await self._server.start(self._settings.advertise_host)
             await self._server.set_ready(True)
             yield self
@@ -130,6 +141,7 @@ class GatewayServer:
             for result in await asyncio.gather(*self._tasks, return_exceptions=True):
                 if isinstance(result, Exception):
                     _log.error("background_task_failed", error=repr(result))
+            await self._generations.close()
             await self.channels.close()
             await self.router.close()
             self.core.pool.close()

@@ -6,6 +6,8 @@ end, so that whoever gets an answer knows that it was.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -36,27 +38,31 @@ class Clearing:
         self._store = store
         self._done: dict[bytes, Cleared] = {}
 
-    async def clear_older(self, owner: bytes) -> Cleared:
-        """Drop the blocks of earlier generations of an owner's tenant, refuse them from now on, destroy their keys.
+    async def carry_out(self, table: Mapping[bytes, int]) -> None:
+        """Drop each tenant's blocks of earlier generations, refuse them from now on, destroy their keys.
 
-        Raises OSError, TimeoutError included, when a key could not be destroyed: the blocks are out of reach, but a
-        restart might find them. Calling it again tries again.
+        table: generations by the tenants' tags. Raises OSError, TimeoutError included, when a key could not be
+        destroyed: the blocks are out of reach, but a restart might find them. Calling it again tries again.
         """
-        tag, generation = split_owner(owner)
-        if self._store.generations.merge({tag: generation}):
-            self._done[tag] = Cleared()
-        ram_blocks, ssd_blocks = self._store.drop_older(owner)
-        self._count(tag, Cleared(ram_blocks, ssd_blocks))
+        generations = self._store.generations
+        self._done.update((tag, Cleared()) for tag in generations.merge(table))
+        ram, ssd = self._store.drop_dead()
+        self._count(ram, lambda count: Cleared(ram_blocks=count))
+        self._count(ssd, lambda count: Cleared(ssd_blocks=count))
+        layer = self._store.ssd
         try:
-            ssd = self._store.ssd
-            keys = await ssd.tier.destroy_older_keys(owner) if ssd is not None else 0
+            keys = await layer.tier.destroy_keys(generations.is_dead) if layer is not None else []
         except OSError as error:
             detail = f"{type(error).__name__}: {error}"
             _log.error("the keys of a cleared tenant are still there", error=detail)
             raise
-        self._count(tag, Cleared(keys=keys))
-        _log.info("a tenant was cleared", ram_blocks=ram_blocks, ssd_blocks=ssd_blocks, keys=keys)
-        return self._done[tag]
+        self._count(keys, lambda count: Cleared(keys=count))
+        _log.info("tenants were cleared", tenants=len(table), ram_blocks=len(ram), ssd_blocks=len(ssd), keys=len(keys))
 
-    def _count(self, tag: bytes, more: Cleared) -> None:
-        self._done[tag] = self._done.get(tag, Cleared()).plus(more)
+    def done(self, tag: bytes) -> Cleared:
+        """What the tenant's latest clearing has taken so far."""
+        return self._done.get(tag, Cleared())
+
+    def _count(self, owners: Sequence[bytes], cleared: Callable[[int], Cleared]) -> None:
+        for tag, count in Counter(split_owner(owner)[0] for owner in owners).items():
+            self._done[tag] = self.done(tag).plus(cleared(count))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 from services.common.announcer import Announcer
+from services.common.generation_follower import GenerationFollower
+from services.common.keys import location_key
 from services.common.process import stop_event, write_ready_file
 from services.common.redis_client import RedisHealth, connect_redis
 from services.common.registry import LocationRecord, Registrar, new_epoch
@@ -61,11 +63,15 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
         regions=[arena.region] if arena.region else [],
         directory=ShownDirectory(directory.region, store.was_read) if directory else None,
     )
+    clearing = Clearing(store)
+    follower = GenerationFollower(
+        client, location_key("kvstore", instance), epoch=epoch, carry_out=clearing.carry_out, health=health
+    )
     replication = Replication(settings, store, ram, transfers.transport)
     server = MeshServer(settings.listen, secret=secret)
     server.add(
         kvstore_pb2_grpc.add_KvStoreServicer_to_server,
-        KvStoreServicer(store, Clearing(store), replication.copier, replication.totals, instance),
+        KvStoreServicer(store, clearing, replication.copier, replication.totals, instance),
         kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].full_name,
     )
     transfers.attach(server)
@@ -91,7 +97,7 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     if log is not None:
         await store.attach_ssd(log, owner_bytes=settings.owner_ssd_bytes, max_age_s=settings.ssd_max_age_s)
     async with _ssd_running(store):
-        async with _in_background(announcer, registrar), replication.running(client, health, record, secret):
+        async with _in_background(announcer, registrar, follower), replication.running(client, health, record, secret):
             await server.set_ready(True)
             write_ready_file(settings.ready_file, address=address, metrics=metrics_address, pull_address=pull_address)
             _log.info("kvstore is ready", address=address, pull_address=pull_address, ram_bytes=settings.ram_bytes)
@@ -107,10 +113,16 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
 
 
 @contextlib.asynccontextmanager
-async def _in_background(announcer: Announcer, registrar: Registrar) -> AsyncIterator[None]:
-    """Register and announce while the body runs, and withdraw both afterwards."""
+async def _in_background(
+    announcer: Announcer, registrar: Registrar, follower: GenerationFollower
+) -> AsyncIterator[None]:
+    """Register and announce while the body runs, and withdraw both afterwards.
+
+    First what was cleared while this node was away is carried out, so that it is never announced.
+    """
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(announcer.run()), group.create_task(registrar.run())]
+        work = (follower.run(), _after(follower.synced, announcer.run), _after(follower.synced, registrar.run))
+        tasks = [group.create_task(one) for one in work]
         try:
             yield
         finally:
@@ -120,6 +132,13 @@ async def _in_background(announcer: Announcer, registrar: Registrar) -> AsyncIte
                 async with asyncio.timeout(_WITHDRAW_TIMEOUT_S):
                     await registrar.close()
                     await announcer.close()
+                    await follower.close()
+
+
+async def _after(event: asyncio.Event, run: Callable[[], Awaitable[None]]) -> None:
+    """Redis is where both look: `event` comes once it answers, and without it there is nothing to run for."""
+    await event.wait()
+    await run()
 
 
 @contextlib.asynccontextmanager

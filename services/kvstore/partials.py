@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from services.common.blocks import BlockId, split_owner
+from services.common.blocks import BlockId
 from services.common.transfer.header import BlockHeader
 from services.common.transfer.heads import HeadRange
 from services.kvstore.arena import Slot
@@ -166,13 +166,10 @@ class PartialBlocks:
             expired.add(block_id)
         self._drop(expired, "heads missing")
 
-    def clear_older(self, owner: bytes) -> None:
-        """Drop the blocks of earlier generations of an owner's tenant."""
-        tag, generation = split_owner(owner)
-        owners = {block_id: split_owner(partial.common.owner_digest) for block_id, partial in self._blocks.items()}
-        self._drop(
-            {block_id for block_id, (own, made) in owners.items() if own == tag and made < generation}, "cleared"
-        )
+    def clear(self, is_dead: Callable[[bytes], bool]) -> None:
+        """Drop the blocks of dead owners."""
+        dead = {block_id for block_id, partial in self._blocks.items() if is_dead(partial.common.owner_digest)}
+        self._drop(dead, "cleared")
 
     def superseded(self, block_id: BlockId) -> None:
         """The whole block has come by another way: what hangs on it stays."""

@@ -10,10 +10,10 @@ that gets its last child taken away joins at the end that goes first: it is olde
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.common.blocks import TENANT_TAG_BYTES, BlockId, split_owner
+from services.common.blocks import TENANT_TAG_BYTES, BlockId
 from services.common.transfer.header import NO_OWNER
 from services.common.transfer.shm_directory import BlockDirectory
 from services.kvstore.arena import Arena, Slot
@@ -221,17 +221,12 @@ class RamTier:
         """What an owner's tenant takes, reserved slots included."""
         return self._owner_bytes.get(_tenant(owner), 0)
 
-    def clear_older(self, owner: bytes) -> list[Entry]:
-        """Take the blocks of a tenant's earlier generations and all below them, lent or not.
-
-        Returns them, descendants first.
-        """
-        tag, generation = split_owner(owner)
+    def clear(self, is_dead: Callable[[bytes], bool]) -> list[Entry]:
+        """Take the blocks of dead owners and all below them, lent or not. Returns them, descendants first."""
         doomed: dict[BlockId, None] = {}
         # Insertion order has parents before children.
         for entry in self._entries.values():
-            own_tag, own_generation = split_owner(entry.owner)
-            if (own_tag == tag and own_generation < generation) or entry.parent_id in doomed:
+            if entry.parent_id in doomed or is_dead(entry.owner):
                 doomed[entry.block_id] = None
         gone = [self._entries[block_id] for block_id in reversed(doomed)]
         for entry in gone:

@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
-from services.common.blocks import BLOCK_ID_BYTES
+from services.common.blocks import BLOCK_ID_BYTES, split_owner
 from services.common.transfer.errors import BlockInvalid
 from services.common.transfer.protocol import PeerAddress
 from services.kvstore.clearing import Clearing
@@ -59,10 +59,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         """Drop what a tenant's clearing makes old."""
         if len(request.owner_digest) != BLOCK_ID_BYTES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"owner_digest is not {BLOCK_ID_BYTES} bytes")
+        tag, generation = split_owner(request.owner_digest)
         try:
-            cleared = await self._clearing.clear_older(request.owner_digest)
+            await self._clearing.carry_out({tag: generation})
         except OSError as error:
             await context.abort(grpc.StatusCode.ABORTED, f"keys are still there: {type(error).__name__}: {error}")
+        cleared = self._clearing.done(tag)
         return kvstore_pb2.ClearResponse(
             ram_blocks=cleared.ram_blocks, ssd_blocks=cleared.ssd_blocks, destroyed_keys=cleared.keys
         )

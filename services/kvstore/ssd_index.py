@@ -6,10 +6,10 @@ takes its descendants. So nothing in RAM ever hangs on the SSD, and a restart fi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.common.blocks import TENANT_TAG_BYTES, BlockId, split_owner
+from services.common.blocks import TENANT_TAG_BYTES, BlockId
 from services.kvstore.ssd_format import padded
 from services.kvstore.ssd_log import Place
 
@@ -66,11 +66,9 @@ class SsdIndex:
         """Every block of an owner."""
         return [entry.block_id for entry in self._entries.values() if entry.owner == owner]
 
-    def older(self, owner: bytes) -> list[BlockId]:
-        """Every block of earlier generations of an owner's tenant."""
-        tag, generation = split_owner(owner)
-        mine = [entry for entry in self._entries.values() if entry.tenant == tag]
-        return [entry.block_id for entry in mine if split_owner(entry.owner)[1] < generation]
+    def of_dead(self, is_dead: Callable[[bytes], bool]) -> list[SsdEntry]:
+        """The entries of dead owners."""
+        return [entry for entry in self._entries.values() if is_dead(entry.owner)]
 
     def in_segment(self, segment: int) -> list[SsdEntry]:
         """Entries whose bytes lie in a segment."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import structlog
 
-from services.common.blocks import BlockId, owner_of, split_owner
+from services.common.blocks import BlockId, split_owner
 from services.kvstore.metrics import SsdTotals
 from services.kvstore.ssd_frames import FRAME_BYTES, frame_bytes, frames, places_bytes
 from services.kvstore.ssd_index import SsdEntry, SsdIndex
@@ -233,31 +233,29 @@ class SsdTier:
                 if not self._index.in_segment(segment):
                     await self._guarded(self._remove_segment(segment))
 
-    def drop_older(self, owner: bytes) -> int:
-        """Drop the blocks of earlier generations of an owner's tenant; how many went. Their keys are still there."""
-        gone = len(self._drop(self._index.older(owner)))
-        self.totals.cleared(gone)
-        return gone
+    def drop_dead(self, is_dead: Callable[[bytes], bool]) -> list[bytes]:
+        """Drop the blocks of dead owners, whose keys are still there. Returns the owners, one for each block."""
+        dead = self._index.of_dead(is_dead)
+        self.totals.cleared(len(self._drop([entry.block_id for entry in dead])))
+        return [entry.owner for entry in dead]
 
-    async def destroy_older_keys(self, owner: bytes) -> int:
-        """Destroy the keys of earlier generations of an owner's tenant: nobody can read what was under them.
+    async def destroy_keys(self, is_dead: Callable[[bytes], bool]) -> list[bytes]:
+        """Destroy the keys of dead owners: nobody can read what was under them. Returns the owners.
 
-        Also where the tier was switched off: a restart would find the blocks. Returns how many there were. Raises
-        OSError, TimeoutError included; then calling it again may help.
+        Also where the tier was switched off: a restart would find the blocks. Raises OSError, TimeoutError included;
+        then calling it again may help.
         """
-        tag, generation = split_owner(owner)
         async with asyncio.timeout(_DESTROY_TIMEOUT_S), self._writing:
             if self._off == _CLOSED:
                 raise OSError("the ssd tier is closed")
-            owners = [split_owner(one) for one in self._log.keys.owners]
-            dead = [owner_of(*one) for one in owners if one[0] == tag and one[1] < generation]
-            for one in dead:
+            dead = [owner for owner in self._log.keys.owners if is_dead(owner)]
+            for owner in dead:
                 try:
-                    await self._in_writer(lambda one=one: self._log.keys.destroy(one))  # type: ignore[misc]
+                    await self._in_writer(lambda owner=owner: self._log.keys.destroy(owner))  # type: ignore[misc]
                 except OSError as error:
                     self.switch_off(error)
                     raise
-            return len(dead)
+            return dead
 
     async def close(self) -> None:
         """Wait for what runs and close the files; what was stored stays."""

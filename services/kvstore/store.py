@@ -193,14 +193,15 @@ class Store:
         self.partials.expire(asyncio.get_running_loop().time())
         self._expire_later()
 
-    def drop_older(self, owner: bytes) -> tuple[int, int]:
-        """Drop the blocks of earlier generations of an owner's tenant; how many went from RAM and from the SSD."""
-        self.partials.clear_older(owner)
-        gone = self._ram.clear_older(owner)
+    def drop_dead(self) -> tuple[list[bytes], list[bytes]]:
+        """Drop the blocks of dead owners. Returns the owners, one for each block, of those in RAM and on the SSD."""
+        self.partials.clear(self.generations.is_dead)
+        gone = self._ram.clear(self.generations.is_dead)
         self.totals.cleared(len(gone), sum(entry.slot.num_bytes for entry in gone))
         below = self.ssd.cleared(gone) if self.ssd is not None else set()
         self._announcements.remove([entry.block_id for entry in gone if entry.block_id not in below])
-        return len(gone), self.ssd.tier.drop_older(owner) if self.ssd is not None else 0
+        below_owners = self.ssd.tier.drop_dead(self.generations.is_dead) if self.ssd is not None else []
+        return [entry.owner for entry in gone], below_owners
 
     def _served(self, entries: Sequence[Entry], request: PullRequest) -> None:
         if self.on_served is not None and entries:

@@ -94,6 +94,6 @@ def test_operators_see_both_tiers(mesh: Mesh, tmp_path: Path) -> None:
     assert row["kvstore_id"] == "kvstore-0"
     assert row["ssd_state"] == "on"
     assert int(row["ssd_used_bytes"]) <= 512 * 2**20
-    assert "nodes cleared" in mesh._kvmesh("ctl", "kv", "clear", "--tenant", "default").stdout
+    assert "1 keys destroyed" in mesh._kvmesh("ctl", "kv", "clear", "--tenant", "default").stdout
     (row,) = json.loads(mesh._kvmesh("ctl", "kv", "stats", "--json").stdout)
     assert (int(row["ssd_blocks"]), int(row["ram_blocks"])) == (0, 0)

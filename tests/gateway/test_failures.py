@@ -177,7 +177,8 @@ async def test_clients_deadline_is_honoured(mesh: Mesh) -> None:
 async def test_grant_carries_identity_to_the_worker(mesh: Mesh) -> None:
     await mesh.complete()
     request, metadata = mesh.workers[0].requests[0], mesh.workers[0].metadata[0]
-    assert request.owner_digest == owner_digest(SECRET.block_key, tenant="default")
+    cleared = mesh.gateway.core.generations.of("default", time.monotonic())
+    assert request.owner_digest == owner_digest(SECRET.block_key, tenant="default", cleared=cleared)
     assert metadata["x-request-id"] == request.request_id
     assert metadata["x-kvmesh-token"] == SECRET.rpc_token
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.common.blocks import TENANT_TAG_BYTES
 from services.common.transfer.protocol import PullRequest
 from services.kvstore.clearing import Cleared, Clearing
 from services.kvstore.ssd_log import BEFORE_COMMIT, BEFORE_DATA
@@ -20,6 +21,13 @@ from tests.support.waiting import eventually
 MINE, OTHER = chain(8, 1), chain(8, 2)
 
 
+async def clear(clearing: Clearing, generation: int) -> Cleared:
+    """Clear the tenant of "a"; what that has taken."""
+    tag = owner("a")[:TENANT_TAG_BYTES]
+    await clearing.carry_out({tag: generation})
+    return clearing.done(tag)
+
+
 @pytest.mark.parametrize("encrypt", [True, False])
 async def test_clearing_is_final(tmp_path: Path, encrypt: bool) -> None:
     async with opened(tmp_path, ssd_encrypt=encrypt) as one:
@@ -28,8 +36,8 @@ async def test_clearing_is_final(tmp_path: Path, encrypt: bool) -> None:
         await push(one.store, OTHER, owner=owner("b"))
         await flushed(one)
         lease = await one.store.lease(PullRequest(MINE, 0, 5.0))
-        assert await clearing.clear_older(owner("a", 5)) == Cleared(8, 8, 1)
-        assert await clearing.clear_older(owner("a", 5)) == Cleared(8, 8, 1), "the same clearing, told twice"
+        assert await clear(clearing, 5) == Cleared(8, 8, 1)
+        assert await clear(clearing, 5) == Cleared(8, 8, 1), "the same clearing, told twice"
         assert await pull(one.store, MINE) == []
         lease.release(8, "")
         assert len(await pull(one.store, OTHER)) == 8
@@ -46,14 +54,14 @@ async def test_late_pushes_are_refused_and_those_after_the_clearing_are_not(tmp_
     async with opened(tmp_path) as one:
         clearing = Clearing(one.store)
         under_way = await offer(one.store, MINE, owner=owner("a", 3))
-        await clearing.clear_older(owner("a", 5))
+        await clear(clearing, 5)
         assert await under_way.commit() == 0
         assert await push(one.store, MINE, owner=owner("a", 4)) == 0
         assert one.store.totals.rejected_blocks == 16
         assert one.store.statistics().num_bytes == 0
         assert await push(one.store, OTHER, owner=owner("a", 5)) == 8
         await flushed(one)
-        assert await clearing.clear_older(owner("a", 4)) == Cleared(), "an older clearing that comes late"
+        assert await clear(clearing, 4) == Cleared(), "an older clearing that comes late"
         assert await pull(one.store, OTHER) == ["ram"] * 8
     async with opened(tmp_path) as one:
         assert await pull(one.store, OTHER) == ["ssd"] * 8
@@ -71,7 +79,7 @@ async def test_a_write_under_way_brings_nothing_back(tmp_path: Path, step: str) 
     async with opened(tmp_path, reached=wait) as one:
         await push(one.store, MINE, owner=owner("a"))
         await eventually(reached.is_set)
-        task = asyncio.create_task(Clearing(one.store).clear_older(owner("a", 5)))
+        task = asyncio.create_task(clear(Clearing(one.store), 5))
         await asyncio.sleep(0)
         assert await pull(one.store, MINE) == []
         assert not task.done(), "the key is in use"
@@ -100,7 +108,7 @@ async def test_a_read_under_way_brings_nothing_back(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(os, "preadv", slow)
         task = asyncio.create_task(pull(one.store, MINE))
         await eventually(reached.is_set)
-        assert await Clearing(one.store).clear_older(owner("a", 5)) == Cleared(0, 8, 1)
+        assert await clear(Clearing(one.store), 5) == Cleared(0, 8, 1)
         go_on.set()
         assert await task == []
         assert not one.announced.tiers
@@ -122,9 +130,9 @@ async def test_a_key_that_cannot_be_destroyed_is_an_error_until_it_is(
         with monkeypatch.context() as patched:
             patched.setattr(os, "pwrite", refuse)
             with pytest.raises(OSError, match="the disk refuses"):
-                await clearing.clear_older(owner("a", 5))
+                await clear(clearing, 5)
         assert not one.layer.tier.is_on
         assert await pull(one.store, MINE) == []
-        assert await clearing.clear_older(owner("a", 5)) == Cleared(8, 8, 1)
+        assert await clear(clearing, 5) == Cleared(8, 8, 1)
     async with opened(tmp_path) as one:
         assert not one.announced.tiers

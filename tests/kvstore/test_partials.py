@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.common.announcements import Tier
-from services.common.blocks import TENANT_TAG_BYTES, BlockId, owner_of
+from services.common.blocks import TENANT_TAG_BYTES, BlockId, owner_of, split_owner
 from services.common.transfer.header import decode_header, verify_block
 from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import STOP_HEADS, PullRequest
@@ -247,9 +247,9 @@ async def test_a_cleared_owner_has_no_parts_left(opened: Opened) -> None:
     late = await offer(opened.store, ids, RIGHT, owner=_OTHER_OWNER)
     await push(opened.store, others, LEFT)
     clearing = Clearing(opened.store)
-    await clearing.clear_older(_OTHER_OWNER)
+    await clearing.carry_out(dict([split_owner(_OTHER_OWNER)]))
     assert opened.store.partials.statistics().num_blocks == 5
-    await clearing.clear_older(owner_of(b"x" * TENANT_TAG_BYTES, 4))
+    await clearing.carry_out({b"x" * TENANT_TAG_BYTES: 4})
     assert await late.commit() == 0
     assert (await offer(opened.store, ids, LEFT, owner=_OTHER_OWNER)).num_held == 0
     assert opened.store.partials.statistics().num_blocks == 2

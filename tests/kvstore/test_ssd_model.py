@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from services.common.announcements import Tier
-from services.common.blocks import BlockId
+from services.common.blocks import TENANT_TAG_BYTES, BlockId
 from services.common.transfer.protocol import PullRequest
 from services.kvstore.clearing import Clearing
 from services.kvstore.store import StoreLease, StoreReservation
@@ -63,7 +63,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.clearing = Clearing(self.one.store)
         # As a node does before anybody is told what it holds.
         for letter, generation in self.generations.items():
-            self.run(self.clearing.clear_older(owner(letter, generation)))
+            self.run(self.clear_in(letter, generation))
+
+    async def clear_in(self, letter: str, generation: int) -> None:
+        await self.clearing.carry_out({owner(letter)[:TENANT_TAG_BYTES]: generation})
 
     def stop(self) -> None:
         for lease, _ in self.leased:
@@ -151,7 +154,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(letter=st.sampled_from("abc"))
     def clear(self, letter: str) -> None:
         self.generations[letter] += 1
-        self.run(self.clearing.clear_older(owner(letter, self.generations[letter])))
+        self.run(self.clear_in(letter, self.generations[letter]))
         self.model = {block_id: kept for block_id, kept in self.model.items() if kept != letter}
 
     @rule()

@@ -1,0 +1,35 @@
+"""Keeps generations in a file, so that they outlive a mesh whose Redis keeps nothing. Private, written as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from services.common.generations import Generations
+
+
+def load_generations(path: Path) -> Generations:
+    """What the file holds; nothing where there is none. Raises OSError, or ValueError for a file that means nothing."""
+    generations = Generations()
+    try:
+        text = path.read_text(encoding="ascii")
+    except FileNotFoundError:
+        return generations
+    table = json.loads(text)
+    if not isinstance(table, dict) or not all(isinstance(value, int) for value in table.values()):
+        raise ValueError("not a table of generations")
+    generations.merge({bytes.fromhex(tag): generation for tag, generation in table.items()})
+    return generations
+
+
+def save_generations(path: Path, generations: Generations) -> None:
+    """Replace the file. Raises OSError; then the old one is still there."""
+    table = {tag.hex(): generation for tag, generation in generations.beyond({}).items()}
+    temporary = path.with_name(path.name + ".new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        json.dump(table, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
