@@ -1,60 +1,77 @@
-"""The ways from one process to another that `bench.kv` measures, each as a call that brings some blocks over once.
+"""The ways that `bench.kv` measures, each as a call that brings the blocks of one pull over once.
 
-All of them walk round the same blocks, so that none is measured out of the cache alone.
+Ceilings first: memcpy, a plain blocking socket, checksums, the bare disk; then pulls as a worker makes them. All walk
+round blocks of their own, so that none but those that say so are measured out of the processor's cache.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
+import os
 import socket
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from bench.kv_holder import NUM_BLOCKS, SOCKET_REQUEST, block_format, block_ids
-from services.common.transfer.header import verify_block
+import numpy as np
+
+from bench.kv_node import block_format, chain
+from bench.kv_socket import REQUEST
+from services.common.blocks import BlockId
+from services.common.transfer.header import decode_header, make_header, verify_block, verify_payload
 from services.common.transfer.protocol import PeerAddress, PullRequest, Transport
 
+# Blocks that RAM paths walk round: three times the last cache of common processors at the smallest size.
+NUM_BLOCKS = 48
+_WALK_BYTES = 96 * 2**20
 _DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Which blocks: their size, how many of one call are in flight, and whether each is verified as it arrives."""
+    """Size of the blocks and how many of one pull are in flight."""
 
     block_bytes: int
     in_flight: int
-    verified: bool
 
     @property
     def num_bytes(self) -> int:
-        """Of one call."""
+        """Of one pull."""
         return self.block_bytes * self.in_flight
 
 
-# Brings the blocks of one call over; its argument counts the calls.
-Fetch = Callable[[int], Awaitable[None]]
+# Brings the blocks of one pull over.
+Fetch = Callable[[], Awaitable[None]]
 
 
 class Buffers:
-    """Destination slots, touched once so that page faults are not measured."""
+    """Destination slots, touched once so that page faults are not measured. Page-aligned, as O_DIRECT wants them."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self.memory = memoryview(mmap.mmap(-1, NUM_BLOCKS * block_bytes))
+    def __init__(self, block_bytes: int, num_blocks: int = 0) -> None:
+        count = num_blocks or num_walked(block_bytes)
+        self.memory = memoryview(mmap.mmap(-1, count * block_bytes))
         self.memory[:] = bytes(len(self.memory))
-        self.slots = [self.memory[i * block_bytes : (i + 1) * block_bytes] for i in range(NUM_BLOCKS)]
+        self.slots = [self.memory[i * block_bytes : (i + 1) * block_bytes] for i in range(count)]
 
 
-def first_block(call: int, in_flight: int) -> int:
-    """Where the blocks of a call begin."""
-    return call * in_flight % (NUM_BLOCKS - in_flight + 1)
+def num_walked(block_bytes: int) -> int:
+    """How many blocks of a size a path in RAM walks round."""
+    return max(NUM_BLOCKS, _WALK_BYTES // block_bytes)
 
 
-def memcpy_path(cell: Cell, target: Buffers) -> Fetch:
+def walk(cell: Cell, num_blocks: int) -> Iterator[int]:
+    """Where the blocks of one pull after the other begin."""
+    return itertools.cycle(range(0, num_blocks - cell.in_flight + 1, cell.in_flight))
+
+
+def memcpy_path(cell: Cell, source: Buffers, target: Buffers) -> Fetch:
     """Copies within this process, the ceiling of whatever copies once."""
-    source = Buffers(cell.block_bytes)
+    starts = walk(cell, len(target.slots))
 
-    async def fetch(call: int) -> None:
-        first = first_block(call, cell.in_flight) * cell.block_bytes
+    async def fetch() -> None:
+        first = next(starts) * cell.block_bytes
         target.memory[first : first + cell.num_bytes] = source.memory[first : first + cell.num_bytes]
 
     return fetch
@@ -62,29 +79,130 @@ def memcpy_path(cell: Cell, target: Buffers) -> Fetch:
 
 def socket_path(cell: Cell, target: Buffers, connection: socket.socket) -> Fetch:
     """A plain blocking TCP socket, received into place, with nothing around the payload."""
+    starts = walk(cell, len(target.slots))
 
-    async def fetch(call: int) -> None:
-        first = first_block(call, cell.in_flight)
-        connection.sendall(SOCKET_REQUEST.pack(first, cell.in_flight, cell.block_bytes))
+    async def fetch() -> None:
+        first = next(starts)
+        connection.sendall(REQUEST.pack(first * cell.block_bytes, cell.num_bytes))
         connection.recv_into(target.memory[first * cell.block_bytes :], cell.num_bytes, socket.MSG_WAITALL)
 
     return fetch
 
 
-def transport_path(cell: Cell, target: Buffers, transport: Transport, peer: PeerAddress) -> Fetch:
-    """Pulls as a worker makes them."""
-    ids, expected = block_ids(cell.block_bytes), block_format(cell.block_bytes)
+def checksum_path(cell: Cell, *, cached: bool) -> Fetch:
+    """Verification of blocks that have arrived, always the same one or a walk through memory."""
+    blocks = Buffers(cell.block_bytes)
+    blocks.memory[:] = np.random.default_rng(0).bytes(len(blocks.memory))
+    shown = blocks.slots[:1] if cached else blocks.slots
+    layout, ids = block_format(cell.block_bytes), chain(0, len(shown))
+    headers = [decode_header(make_header(layout, block_id, slot)) for block_id, slot in zip(ids, shown, strict=True)]
+    turns = itertools.cycle(list(zip(headers, shown, strict=True)))
 
-    async def fetch(call: int) -> None:
-        first = first_block(call, cell.in_flight)
-        wanted = ids[first : first + cell.in_flight]
+    async def fetch() -> None:
+        for header, slot in itertools.islice(turns, cell.in_flight):
+            verify_payload(header, slot)
+
+    return fetch
+
+
+class DiskFile:
+    """A file to be read with nothing around it: `in_flight` threads, one block each. Close it."""
+
+    def __init__(self, path: Path, num_bytes: int, threads: int, *, cached: bool) -> None:
+        """cached: through the page cache, which holds all of it; otherwise past it (OSError where that cannot be)."""
+        self.num_bytes = num_bytes
+        self._threads = ThreadPoolExecutor(threads)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | (0 if cached else os.O_DIRECT), 0o600)
+        self._cached = cached
+        if os.fstat(self._fd).st_size < num_bytes:
+            self._fill()
+        if cached:
+            self._read_whole()
+
+    def close(self) -> None:
+        """Close the file and end the threads."""
+        self._threads.shutdown()
+        os.close(self._fd)
+
+    async def read(self, offset: int, slots: Sequence[memoryview]) -> None:
+        """Blocks that lie one after the other. Raises OSError when one is not in the page cache but should be."""
+        places = [offset + i * len(slots[0]) for i in range(len(slots))]
+        if len(slots) == 1:
+            self._read_one(slots[0], places[0])
+        else:
+            list(self._threads.map(self._read_one, slots, places))
+
+    def _read_one(self, slot: memoryview, offset: int) -> None:
+        flags = os.RWF_NOWAIT if self._cached else 0
+        if os.preadv(self._fd, [slot], offset, flags) != len(slot):
+            raise OSError(f"{len(slot)} bytes at {offset} did not come at once")
+
+    def _fill(self) -> None:
+        chunk = Buffers(8 * 2**20, 1).memory
+        chunk[:] = os.urandom(len(chunk))
+        for offset in range(0, self.num_bytes, len(chunk)):
+            os.pwrite(self._fd, chunk, offset)
+        os.fsync(self._fd)
+
+    def _read_whole(self) -> None:
+        chunk = bytearray(8 * 2**20)
+        for offset in range(0, self.num_bytes, len(chunk)):
+            os.preadv(self._fd, [chunk], offset)
+
+
+def disk_path(cell: Cell, target: Buffers, file: DiskFile) -> Fetch:
+    """The disk, or its page cache, with nothing around it."""
+    offsets = itertools.cycle(range(0, file.num_bytes - cell.num_bytes + 1, cell.num_bytes))
+    starts = walk(cell, len(target.slots))
+
+    async def fetch() -> None:
+        first = next(starts)
+        await file.read(next(offsets), target.slots[first : first + cell.in_flight])
+
+    return fetch
+
+
+@dataclass(slots=True)
+class Seen:
+    """What pulls said about themselves: the transports that carried them and the tiers that blocks came from."""
+
+    transports: set[str] = field(default_factory=set)
+    tiers: set[str] = field(default_factory=set)
+
+
+class Wanted:
+    """What pulls ask for, one after the other; two paths that share one never ask for the same soon after."""
+
+    def __init__(self, pulls: Sequence[Sequence[BlockId]]) -> None:
+        self._turns = itertools.cycle(pulls)
+
+    def take(self) -> Sequence[BlockId]:
+        """The next ids."""
+        return next(self._turns)
+
+
+def walk_chain(cell: Cell, ids: Sequence[BlockId]) -> Wanted:
+    """Pulls of parts of one chain that is in RAM."""
+    return Wanted([ids[i : i + cell.in_flight] for i in range(0, len(ids) - cell.in_flight + 1, cell.in_flight)])
+
+
+def transport_path(
+    cell: Cell, target: Buffers, transport: Transport, peer: PeerAddress, wanted: Wanted, seen: Seen, *, verify: bool
+) -> Fetch:
+    """Pulls as a worker makes them."""
+    expected, starts = block_format(cell.block_bytes), walk(cell, len(target.slots))
+
+    async def fetch() -> None:
+        first, ids = next(starts), wanted.take()
         buffers = target.slots[first : first + cell.in_flight]
 
         def on_block(index: int, header: bytes, tier: str) -> None:
-            if cell.verified:
-                verify_block(header, buffers[index], wanted[index], expected)
+            seen.tiers.add(tier)
+            if verify:
+                verify_block(header, buffers[index], ids[index], expected)
 
-        result = await transport.pull(peer, PullRequest(wanted, 0, _DEADLINE_S), buffers, on_block)
+        result = await transport.pull(peer, PullRequest(ids, 0, _DEADLINE_S), buffers, on_block)
+        seen.transports.add(result.transport)
         if result.num_blocks != cell.in_flight:
             raise RuntimeError(f"{transport.name}: {result.num_blocks} of {cell.in_flight} blocks, {result.stop}")
 
