@@ -85,8 +85,8 @@ class Measured:
         if self.cache:
             found["cache"] = self._shown_cache()
             found["disk_share"] = round(min(samples.disk_share), 3)
-        if self.seen.transports:
-            found["path"] = "+".join(sorted(self.seen.transports))
+        if self.seen.tiers:
+            found["path"] = "+".join(sorted(self.seen.paths))
             found["served_from"] = "+".join(sorted(self.seen.tiers))
         return found
 

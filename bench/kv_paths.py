@@ -22,9 +22,12 @@ from bench.kv_socket import REQUEST
 from services.common.blocks import BlockId
 from services.common.transfer.header import decode_header, make_header, verify_block, verify_payload
 from services.common.transfer.protocol import PeerAddress, PullRequest, Transport
+from services.common.transfer.shm_client import ShmTransport
 
 # Blocks that RAM paths walk round: three times the last cache of common processors at the smallest size.
 NUM_BLOCKS = 48
+# A block in shared memory is read by the holder's directory, or asked for and lent.
+ONE_SIDED, ASKED = "one-sided", "asked"
 _WALK_BYTES = 96 * 2**20
 _DEADLINE_S = 30.0
 
@@ -164,9 +167,9 @@ def disk_path(cell: Cell, target: Buffers, file: DiskFile) -> Fetch:
 
 @dataclass(slots=True)
 class Seen:
-    """What pulls said about themselves: the transports that carried them and the tiers that blocks came from."""
+    """What pulls turned out to be: the tiers that blocks came from, and how blocks in shared memory were found."""
 
-    transports: set[str] = field(default_factory=set)
+    paths: set[str] = field(default_factory=set)
     tiers: set[str] = field(default_factory=set)
 
 
@@ -201,8 +204,12 @@ def transport_path(
             if verify:
                 verify_block(header, buffers[index], ids[index], expected)
 
+        before = transport.statistics() if isinstance(transport, ShmTransport) else None
         result = await transport.pull(peer, PullRequest(ids, 0, _DEADLINE_S), buffers, on_block)
-        seen.transports.add(result.transport)
+        if before is not None and isinstance(transport, ShmTransport):
+            after = transport.statistics()
+            seen.paths |= {ONE_SIDED} if after.read_blocks > before.read_blocks else set()
+            seen.paths |= {ASKED} if after.lent_blocks > before.lent_blocks else set()
         if result.num_blocks != cell.in_flight:
             raise RuntimeError(f"{transport.name}: {result.num_blocks} of {cell.in_flight} blocks, {result.stop}")
 

@@ -82,8 +82,7 @@ def _texts(row: Row, part: Sequence[Row]) -> list[str]:
 
 
 def _path(row: Row) -> str:
-    detail = row.get("path", "")
-    return f"{row['transport']} ({detail})" if detail not in ("", row["transport"]) else str(row["transport"])
+    return f"{row['transport']}, {row['path']}" if row.get("path") else str(row["transport"])
 
 
 def _ratios(row: Row, part: Sequence[Row]) -> list[str]:
@@ -93,15 +92,12 @@ def _ratios(row: Row, part: Sequence[Row]) -> list[str]:
 
 def _twin(row: Row, part: Sequence[Row], *, verified: bool) -> Row | None:
     """The same path with or without verification."""
-    same = ("transport", "tier")
+    same = ("transport", "path", "tier", "cache")
     return next(
         (
             one
             for one in part
-            if one is not row
-            and one["verified"] is verified
-            and one.get("cache") == row.get("cache")
-            and all(one[name] == row[name] for name in same)
+            if one is not row and one["verified"] is verified and all(one.get(name) == row.get(name) for name in same)
         ),
         None,
     )

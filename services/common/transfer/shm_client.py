@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from services.common.transfer import wire
 from services.common.transfer.client import Outcome, Peer, PeerCache
@@ -35,15 +35,31 @@ TELL_BYTES = 8 * 2**20
 WINDOW_BYTES = 4 * TELL_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class ShmStatistics:
+    """Blocks pulled since start: read by the holder's directory, and lent by it when it was asked."""
+
+    read_blocks: int
+    lent_blocks: int
+
+
 class ShmTransport:
     """Transport over shared memory. Raises NotHere for peers that are not on this host."""
 
     name = "shm"
 
-    def __init__(self, key: bytes, regions: Sequence[Region]) -> None:
+    def __init__(self, key: bytes, regions: Sequence[Region], *, ask_always: bool = False) -> None:
+        """ask_always: look into no directory."""
         self._key = key
         self._regions = regions
+        self._ask_always = ask_always
+        self._read_blocks = 0
+        self._lent_blocks = 0
         self._peers: PeerCache[ShmConnection] = PeerCache(self._connect)
+
+    def statistics(self) -> ShmStatistics:
+        """Totals since start."""
+        return ShmStatistics(self._read_blocks, self._lent_blocks)
 
     async def pull(
         self, peer: PeerAddress, request: PullRequest, buffers: Sequence[memoryview], on_block: OnBlock
@@ -51,7 +67,10 @@ class ShmTransport:
         """As `Transport.pull`."""
         connected = await self._peers.get(peer.grpc_address, request.deadline_s)
         started_s = asyncio.get_running_loop().time()
-        first = await read_listed(connected.connection, request, buffers, on_block)
+        first = 0
+        if not self._ask_always:
+            first = await read_listed(connected.connection, request, buffers, on_block)
+            self._read_blocks += first
         if not first:
             return await self._ask(connected, request, buffers, on_block)
         if first == len(request.ids):
@@ -68,7 +87,9 @@ class ShmTransport:
     ) -> PullResult:
         number = connected.next_number()
         operation = _PullOperation(connected.connection, number, buffers, on_block)
-        return await connected.run(number, operation, wire.Pull.of(number, request), request.deadline_s)
+        result = await connected.run(number, operation, wire.Pull.of(number, request), request.deadline_s)
+        self._lent_blocks += result.num_blocks
+        return result
 
     async def push(self, peer: PeerAddress, request: PushRequest) -> PushResult:
         """As `Transport.push`. Raises NotShown when a payload lies in no region."""

@@ -67,13 +67,13 @@ class BlockDirectory:
         return len(self._places)
 
     def add(self, block_id: BlockId, offset: int, num_bytes: int, header: bytes) -> bool:
-        """List a block whose bytes are in place; False when there is no room for it."""
+        """List a block whose bytes are in place; False when there is no room for it, or its tag is taken."""
         if len(header) > MAX_LISTED_HEADER or block_id in self._places:
             return False
         bucket, tag = _bucket_of(block_id, self._num_buckets)
         tags_at = _HEAD_BYTES + bucket * _TAGS.size
         tags = _TAGS.unpack_from(self._memory, tags_at)
-        if 0 not in tags:
+        if 0 not in tags or tag in tags:
             return False
         way = tags.index(0)
         at = _entry_at(self._num_buckets, bucket, way)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.common.blocks import BlockId
@@ -20,7 +20,7 @@ from services.common.security import MeshSecret
 from services.common.transfer import shm_directory
 from services.common.transfer.errors import ProtocolViolation
 from services.common.transfer.protocol import STOP_COMPLETE, STOP_EPOCH, STOP_MISSING, PeerAddress, PullRequest
-from services.common.transfer.shm_client import ShmTransport
+from services.common.transfer.shm_client import ShmStatistics, ShmTransport
 from services.common.transfer.shm_connection import ShmConnection, listen
 from services.common.transfer.shm_directory import MAX_LISTED_HEADER, BlockDirectory, DirectoryReader
 from services.common.transfer.shm_reads import TURN_BYTES
@@ -52,6 +52,7 @@ def _block_id(number: int) -> BlockId:
     return BlockId(struct.pack("<QQ", number % 3, number // 3))
 
 
+@example([(True, 0), (True, 3)])
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 60))))
 def test_it_answers_as_a_dict_would(steps: list[tuple[bool, int]]) -> None:
     directory = _directory(4 * 2**20)
@@ -139,6 +140,17 @@ async def test_the_rest_is_asked_for(start_holder: StartHolder) -> None:
     await eventually(lambda: len(holder.state()["read"]) == 25)
     assert len(holder.state()["traceparents"]) == 2
     await transport.close()
+
+
+async def test_it_counts_what_was_read_and_what_was_lent(start_holder: StartHolder) -> None:
+    holder = start_holder("--blocks", "30", "--listed", "20")
+    transport, asking = ShmTransport(_KEY, []), ShmTransport(_KEY, [], ask_always=True)
+    for client in (transport, asking):
+        await pull(client, holder.peer, Pulled(chain(30)))
+    assert transport.statistics() == ShmStatistics(read_blocks=20, lent_blocks=10)
+    assert asking.statistics() == ShmStatistics(read_blocks=0, lent_blocks=30)
+    await transport.close()
+    await asking.close()
 
 
 async def test_another_epoch_reads_nothing(start_holder: StartHolder) -> None:
