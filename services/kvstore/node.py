@@ -61,7 +61,7 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
         store,
         max_operation_s=settings.max_lease_s,
         regions=[arena.region] if arena.region else [],
-        directory=ShownDirectory(directory.region, store.was_read) if directory else None,
+        directory=ShownDirectory(directory.region, store.was_read) if directory is not None else None,
     )
     clearing = Clearing(store)
     follower = GenerationFollower(

@@ -17,14 +17,17 @@ from services.common.redis_client import connect_redis
 from services.common.registry import LocationRecord, RegistryWatcher
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
+from services.common.transfer.grpc_client import GrpcTransport
 from services.common.transfer.protocol import STOP_EPOCH, PullResult, PushRequest, PushResult, Transport
+from services.common.transfer.shm_client import ShmTransport
+from services.common.transfer.shm_directory import directory_supported
 from tests.common.transfer.blocks import SECRET, chain, header, payload
 from tests.common.transfer.conftest import shown, transport, transport_name
 from tests.common.transfer.test_transports import BLOCK_BYTES, Pulled, pull
 from tests.kvstore.conftest import KvStoreProcess, StartKvStore
 from tests.support.processor_time import idle_share
 from tests.support.valkey import Valkey
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, eventually_async
 
 __all__ = ["transport", "transport_name"]
 
@@ -80,6 +83,25 @@ async def test_push_pull_and_announcements(
     lines = [line for line in node.log() if line["event"] == "pull served"]
     assert lines[0]["request_id"] == "req-1"
     assert all(block_id.hex() not in str(node.log()) for block_id in ids)
+
+
+@pytest.mark.skipif(not directory_supported(), reason="directories need x86-64")
+async def test_peers_on_the_host_read_without_asking(start_kvstore: StartKvStore) -> None:
+    node = start_kvstore("shm")
+    ids = chain(20)
+    writer, reader = GrpcTransport(MeshSecret(SECRET)), ShmTransport(MeshSecret(SECRET).pull_key, [])
+    assert await push(writer, node, ids) == PushResult(20, 0)
+    pulled = Pulled(ids)
+    assert await pull(reader, node.peer, pulled, epoch=0) == PullResult(20, "")
+    pulled.assert_good(20)
+    assert reader.statistics().read_blocks == 20
+
+    async def counted() -> bool:
+        return (await stats(node)).hit_blocks == 20
+
+    await eventually_async(counted)
+    await writer.close()
+    await reader.close()
 
 
 async def test_the_set_stays_prefix_closed(
