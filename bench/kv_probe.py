@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -53,7 +55,7 @@ class Probe:
         """Now; `stats` are the node's own."""
         rollup = _fields(Path(f"/proc/{self._pid}/smaps_rollup"))
         status = _fields(Path(f"/proc/{self._pid}/status"))
-        files = [entry.stat() for entry in os.scandir(self._ssd_path)]
+        files = list(_files(self._ssd_path))
         memory = await self._redis.info("memory")
         return Sample(
             rss_mib=rollup["Rss"] / 1024,
@@ -75,6 +77,13 @@ class Probe:
     async def close(self) -> None:
         """Close the connection."""
         await self._redis.aclose()
+
+
+def _files(folder: Path) -> Iterator[os.stat_result]:
+    """Those that are not deleted meanwhile."""
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            yield entry.stat()
 
 
 def _fields(path: Path) -> dict[str, int]:
