@@ -74,6 +74,25 @@ async def test_in_mid_pull(
     assert recovered_s < RECOVERY_LIMIT_S
 
 
+@pytest.mark.parametrize("transport_name", ["shm"])
+async def test_in_mid_pull_by_directory(
+    transport: Transport, start_holder: StartHolder, number: signal.Signals, record_property: Record
+) -> None:
+    """Half of the blocks are read without a word to the holder, the rest has to be asked for."""
+    peer = Peer(start_holder, "--blocks", str(NUM_BLOCKS), "--listed", str(NUM_BLOCKS // 2))
+    pulled = LongPull(after=_AFTER, fault=lambda: peer.holder.signal(number))
+    pulled.assert_cut_short(await pulled.run(transport, peer.holder.peer, 20.0))
+    mark = pulled.mark_buffers()
+    if number == signal.SIGKILL:
+        await asyncio.to_thread(peer.holder.process.wait, 10)
+    recovered_s = await recovery_s(transport, peer.holder.peer, peer.revive())
+    assert pulled.memory == mark
+    stall_s = pulled.timeline.longest_stall_s
+    report(record_property, f"pull, shm by directory, {number.name}", stall_s=stall_s, recovered_s=recovered_s)
+    assert stall_s < STALL_LIMIT_S
+    assert recovered_s < RECOVERY_LIMIT_S
+
+
 async def test_in_mid_push(
     transport: Transport,
     transport_name: str,

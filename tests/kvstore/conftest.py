@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,27 @@ _START_DEADLINE_S = 30.0
 
 
 class KvStoreProcess:
-    """One node."""
+    """One node. within: a command that runs it, say in another network."""
 
-    def __init__(self, folder: Path, redis_url: str, transport: str, *options: str, name: str = "kv-1") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        redis_url: str,
+        transport: str,
+        *options: str,
+        name: str = "kv-1",
+        secret: str = SECRET,
+        within: Sequence[str] = (),
+    ) -> None:
         ready = folder / f"{name}.ready.json"
         ready.unlink(missing_ok=True)
         self._log = folder / f"{name}.log"
         flags = ["--instance", name, "--redis-url", redis_url, "--transport", transport, "--ready-file", str(ready)]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.kvstore", *flags, *options],
+                [*within, sys.executable, "-m", "services.kvstore", *flags, *options],
                 cwd=_ROOT,
-                env=clean_environment(KVMESH_MESH_SECRET=SECRET),
+                env=clean_environment(KVMESH_MESH_SECRET=secret),
                 stderr=log,
             )
         try:
