@@ -3,7 +3,8 @@
 For each holder, and apart for its memory and its SSD, a rate and a setup time (common/links.py), as running means of
 logarithms: a surprise moves a figure by at most `_MOST` and twice as slow weighs as much as twice as fast. A pull that
 was cut or failed counts in full, since waiting for it has cost more than any good one gains. Figures fade with a
-half-life, so that a link that was slow once is tried again.
+half-life, so that a link that was slow once is tried again, by an ordinary pull, which the race makes cheap; the
+half-life doubles, up to `_MOST_PATIENT` times, with every failure in a row, so that a bad link is tried ever less.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _WEIGHT = 0.5
 _MOST = 16.0
 # What a holder that does not answer is taken to have cost: the time in which its death is noticed.
 _FAILED_S = 1.0
+_MOST_PATIENT = 8.0
 _MIN_SETUP_S = 1e-4
 # A run's rate counts in full when a quarter of its time or more lies after its first block.
 _FULL_WEIGHT_RATIO = 4.0
@@ -32,8 +34,11 @@ _LEAST_SHARE = 0.1
 
 @dataclass(slots=True)
 class _Measured:
+    """failures: pulls in a row that were cut or failed."""
+
     link: Link
     measured_s: float
+    failures: int = 0
 
 
 @dataclass(slots=True)
@@ -128,13 +133,16 @@ class LinkRates:
             link = self.ssd(run, now)
             took_s = self._ssd_share_s(run, timing, seconds, now)
             sample = max(1, timing.num_ssd_blocks) * self.block_bytes / took_s
-            self._touch(run.holder).ssd = _Measured(Link(_moved(link.bytes_per_s, sample, 1.0), link.setup_s), now)
+            holder = self._touch(run.holder)
+            learned = Link(_moved(link.bytes_per_s, sample, 1.0), link.setup_s)
+            holder.ssd = _Measured(learned, now, _failures(holder.ssd) + 1)
             return
         link = self.memory(run, now)
         rate = _moved(link.bytes_per_s, max(1, timing.num_blocks) * self.block_bytes / seconds, 1.0)
         first_s = timing.first_block_s if timing.num_blocks else seconds
         setup_s = _moved(link.setup_s, max(_MIN_SETUP_S, first_s - self.block_bytes / rate), 1.0)
-        self._touch(run.holder).memory = _Measured(Link(rate, setup_s), now)
+        holder = self._touch(run.holder)
+        holder.memory = _Measured(Link(rate, setup_s), now, _failures(holder.memory) + 1)
 
     def _ssd_share_s(self, run: HolderRun, timing: RunTiming, seconds: float, now: float) -> float:
         num_bytes = (timing.num_blocks - timing.num_ssd_blocks) * self.block_bytes
@@ -146,7 +154,8 @@ class LinkRates:
         return faded(measured.link, assumed, self._freshness(measured, now))
 
     def _freshness(self, measured: _Measured, now: float) -> float:
-        return float(0.5 ** (max(0.0, now - measured.measured_s) / self._half_life_s))
+        half_life_s = self._half_life_s * min(_MOST_PATIENT, 2.0 ** max(0, measured.failures - 1))
+        return float(0.5 ** (max(0.0, now - measured.measured_s) / half_life_s))
 
     def _message(self, measured: _Measured | None, now: float) -> MeasuredLink | None:
         if measured is None:
@@ -161,6 +170,10 @@ class LinkRates:
             oldest = next(idle, next(iter(self._holders)))
             del self._holders[oldest]
         return holder
+
+
+def _failures(measured: _Measured | None) -> int:
+    return measured.failures if measured is not None else 0
 
 
 def _moved(value: float, sample: float, weight: float) -> float:

@@ -119,6 +119,25 @@ def test_a_slow_link_is_tried_again_after_a_while() -> None:
     assert forecast_s(rates, 400.0) < 2 * NEAR.seconds(100 * BLOCK)
 
 
+def test_a_link_that_fails_again_and_again_is_tried_ever_less() -> None:
+    rates, now = LinkRates(BLOCK, HALF_LIFE_S), 0.0
+    waits: list[float] = []
+    for _ in range(8):
+        rates.observe([run()], [RunTiming(3, 0, 0.04, 0.1, "late")], now)
+        tried_s = now
+        while forecast_s(rates, now) > 0.5:
+            now += 0.5
+        waits.append(now - tried_s)
+    assert waits == sorted(waits)
+    assert 4 * waits[0] < waits[-1] < 8 * HALF_LIFE_S
+    # The first good pull ends that.
+    rates.observe([run()], [timing(NEAR, 100)], now)
+    rates.observe([run()], [RunTiming(3, 0, 0.04, 0.1, "late")], now)
+    (message,) = rates.messages(now + HALF_LIFE_S)
+    assert message.memory is not None
+    assert message.memory.freshness == pytest.approx(0.5)
+
+
 @given(
     st.floats(1e5, 1e11),
     st.floats(1e-4, 10),

@@ -28,6 +28,7 @@ from services.worker.messages import (
     PinBlocks,
     PinnedSlots,
     PullBlocks,
+    PullCut,
     PullDone,
     PushBlocks,
     PushDone,
@@ -54,7 +55,7 @@ class MoverProcess:
         self.held: dict[BlockId, int] = {}
         self.pins: dict[int, int] = {}
         self.answers_pins = True
-        self.messages: list[PullDone | PushDone | PinBlocks | Unpin] = []
+        self.messages: list[PullDone | PullCut | PushDone | PinBlocks | Unpin] = []
         self.counters: MoverCounters | None = None
         self.failing: list[NodeFailing] = []
         self.arrived = asyncio.Condition()
@@ -77,8 +78,18 @@ class MoverProcess:
             self.held[block_id] = slot
         return slots
 
-    def pull(self, key: int, ids: list[BlockId], slots: list[int], *runs: HolderRun, deadline_s: float = 5.0) -> None:
-        self.engine.send(PullBlocks(key, "req-1", join_ids(ids), slots, list(runs), deadline_s, ""))
+    def pull(
+        self,
+        key: int,
+        ids: list[BlockId],
+        slots: list[int],
+        *runs: HolderRun,
+        deadline_s: float = 5.0,
+        patience_s: float = 0.0,
+        block_compute_s: float = 0.0,
+    ) -> None:
+        race = (patience_s, block_compute_s)
+        self.engine.send(PullBlocks(key, "req-1", join_ids(ids), slots, list(runs), deadline_s, "", *race))
 
     def push(self, key: int, ids: list[BlockId], parents: list[BlockId], slots: list[int], *, starts: bool) -> None:
         self.engine.send(PushBlocks(key, join_ids(ids), join_ids(parents), slots, b"o" * 16, "", starts))
