@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from opentelemetry import metrics
+
+from services.kvstore.latencies import Latencies
 
 _meter = metrics.get_meter("kvmesh.kvstore")
 _hits = _meter.create_counter("kvmesh_kvstore_hit_blocks", description="Blocks asked for and lent, by tier.")
@@ -60,6 +62,9 @@ class Totals:
     verification_failures: int = 0
     open_leases: int = 0
     dropped_partial_blocks: int = 0
+    cleared_blocks: int = 0
+    # Of pulls that sent something, by the slowest tier that it came from.
+    pulls: dict[str, Latencies] = field(default_factory=lambda: {"ram": Latencies(), "ssd": Latencies()})
 
     def leased(self, ram_hits: int, ssd_hits: int, misses: int) -> None:
         """A pull begins."""
@@ -78,14 +83,19 @@ class Totals:
         _leases.add(-1)
         _sent.add(ram_bytes, RAM)
         _sent.add(ssd_bytes, SSD)
-        _pull_s.record(duration_s, SSD if ssd_bytes else RAM)
+        if ram_bytes or ssd_bytes:
+            self._pulled(SSD if ssd_bytes else RAM, duration_s)
+
+    def _pulled(self, labels: dict[str, str], duration_s: float) -> None:
+        self.pulls[labels["tier"]].record(duration_s)
+        _pull_s.record(duration_s, labels)
 
     def was_read(self, blocks: int, num_bytes: int, duration_s: float) -> None:
         """A peer on this host has read blocks in RAM by itself."""
         self.hit_blocks += blocks
         _hits.add(blocks, RAM)
         _sent.add(num_bytes, RAM)
-        _pull_s.record(duration_s, RAM)
+        self._pulled(RAM, duration_s)
 
     def kept(self, blocks: int, num_bytes: int) -> None:
         """Blocks were taken in."""
@@ -108,6 +118,7 @@ class Totals:
 
     def cleared(self, blocks: int, num_bytes: int) -> None:
         """Blocks went with their owner."""
+        self.cleared_blocks += blocks
         _cleared.add(blocks, RAM)
         self.held(-blocks, -num_bytes)
 
@@ -139,6 +150,7 @@ class SsdTotals:
     dropped_blocks: int = 0
     copied_blocks: int = 0
     reclaimed_blocks: int = 0
+    cleared_blocks: int = 0
     verification_failures: int = 0
     open_s: float = 0.0
 
@@ -178,6 +190,7 @@ class SsdTotals:
 
     def cleared(self, blocks: int) -> None:
         """Blocks went with their owner."""
+        self.cleared_blocks += blocks
         _cleared.add(blocks, SSD)
 
     def failed_verification(self, reason: str) -> None:

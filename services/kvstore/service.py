@@ -13,6 +13,7 @@ from services.common.transfer.errors import BlockInvalid
 from services.common.transfer.protocol import PeerAddress
 from services.kvstore.clearing import Clearing
 from services.kvstore.copier import Copier, CopyAsk
+from services.kvstore.latencies import Latencies
 from services.kvstore.metrics import ReplicationTotals
 from services.kvstore.ssd_layer import SsdLayer
 from services.kvstore.store import Store
@@ -34,7 +35,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self, request: kvstore_pb2.StatsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kvstore_pb2.StatsResponse:
         """Totals since start and what is held now."""
-        ram, totals = self._store.statistics(), self._store.totals
+        now, totals = self._store.statistics(), self._store.totals
+        ram = now.ram
         return kvstore_pb2.StatsResponse(
             kvstore_id=self._kvstore_id,
             epoch=self._store.epoch,
@@ -50,6 +52,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             open_leases=totals.open_leases,
             ssd_hit_blocks=totals.ssd_hit_blocks,
             ssd=_ssd(self._store.ssd) if self._store.ssd is not None else None,
+            leased_blocks=ram.leased_blocks,
+            partial_blocks=now.partial.num_blocks,
+            dropped_partial_blocks=totals.dropped_partial_blocks,
+            cleared_blocks=totals.cleared_blocks,
+            cleared_tenants=now.cleared_tenants,
+            pulls=[_pulls(tier, latencies) for tier, latencies in totals.pulls.items()],
             replication=kvstore_pb2.ReplicationStats(**asdict(self._replication)),
         )
 
@@ -82,8 +90,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return kvstore_pb2.ReplicateResponse(held_blocks=held, refused=refused)
 
 
+def _pulls(tier: str, latencies: Latencies) -> kvstore_pb2.TierPulls:
+    now = latencies.statistics()
+    return kvstore_pb2.TierPulls(tier=tier, pulls=now.count, p50_s=now.p50_s, p99_s=now.p99_s)
+
+
 def _ssd(layer: SsdLayer) -> kvstore_pb2.SsdStats:
-    now, totals = layer.tier.statistics(), layer.tier.totals
+    layer_now, totals = layer.statistics(), layer.tier.totals
+    now = layer_now.tier
     return kvstore_pb2.SsdStats(
         state=now.state,
         blocks=now.num_blocks,
@@ -98,5 +112,8 @@ def _ssd(layer: SsdLayer) -> kvstore_pb2.SsdStats:
         copied_blocks=totals.copied_blocks,
         reclaimed_blocks=totals.reclaimed_blocks,
         verification_failures=totals.verification_failures,
-        queued_blocks=layer.spiller.num_queued,
+        queued_blocks=layer_now.spiller.num_queued,
+        encrypted=now.is_encrypted,
+        cleared_blocks=totals.cleared_blocks,
+        loads=layer_now.loader.num_loads,
     )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import structlog
 
 from services.common.blocks import BlockId
 from services.common.transfer.protocol import STOP_COMPLETE, STOP_DEADLINE, STOP_OVERLOAD, PullRequest
 from services.kvstore.ram_tier import Entry, RamTier
-from services.kvstore.ssd_loader import LOAD_BYTES, Allocate, Promoted, SsdLoader
-from services.kvstore.ssd_spiller import SsdSpiller
-from services.kvstore.ssd_tier import SsdTier
+from services.kvstore.ssd_loader import LOAD_BYTES, Allocate, LoaderStatistics, Promoted, SsdLoader
+from services.kvstore.ssd_spiller import SpillerStatistics, SsdSpiller
+from services.kvstore.ssd_tier import SsdStatistics, SsdTier
 
 # Share of a pull's deadline that reading may take, the rest is for sending; and the longest time.
 _READ_SHARE, _MAX_READ_S = 0.5, 1.5
@@ -25,6 +26,15 @@ _EXPIRE_EVERY_S = 30.0
 _log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class SsdLayerStatistics:
+    """Of its parts, at one moment."""
+
+    tier: SsdStatistics
+    spiller: SpillerStatistics
+    loader: LoaderStatistics
+
+
 class SsdLayer:
     """Joins tier, loader and spiller. `run` until cancelled, then `close`."""
 
@@ -33,6 +43,10 @@ class SsdLayer:
         self.spiller = SsdSpiller(ram, tier)
         self._ram = ram
         self._loader = SsdLoader(ram, tier, allocate, promoted)
+
+    def statistics(self) -> SsdLayerStatistics:
+        """A snapshot."""
+        return SsdLayerStatistics(self.tier.statistics(), self.spiller.statistics(), self._loader.statistics())
 
     async def run(self) -> None:
         """Spill, and expire where there is a maximum age. An error of our own ends the tier, not the node."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from services.common.blocks import BlockId
 from services.kvstore.arena import Slot
@@ -19,6 +20,13 @@ LOAD_BYTES = 16 * 2**20
 
 Allocate = Callable[[int, bytes], Slot | None]
 Promoted = Callable[[Sequence[SsdEntry]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderStatistics:
+    """Loads under way."""
+
+    num_loads: int
 
 
 class SsdLoader:
@@ -39,6 +47,10 @@ class SsdLoader:
             task = self._loads[first] = asyncio.create_task(self._load(run))
             task.add_done_callback(lambda _: self._loads.pop(first, None))
         return await asyncio.shield(task)
+
+    def statistics(self) -> LoaderStatistics:
+        """A snapshot."""
+        return LoaderStatistics(len(self._loads))
 
     async def drain(self) -> None:
         """Wait until no load runs."""

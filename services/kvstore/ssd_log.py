@@ -97,7 +97,7 @@ class SegmentLog:
         self.segment_bytes = segment_bytes
         self.limit_bytes = limit_bytes - KEY_FILE_BYTES
         self._directory = directory
-        self._encrypt = encrypt
+        self.encrypts = encrypt
         self._reached = reached
         self._chunk_bytes = chunk_bytes
         self._segments: dict[int, SegmentFile] = {}
@@ -295,9 +295,9 @@ class SegmentLog:
 
     def _record(self, block: NewBlock) -> Record:
         key = self.keys.obtain(block.owner)
-        size = len(block.payload) + (TAG_BYTES if self._encrypt else 0)
-        nonce = os.urandom(NONCE_BYTES) if self._encrypt else bytes(NONCE_BYTES)
-        return Record(block.header, block.created_s, size, self._encrypt, nonce, key.key_id)
+        size = len(block.payload) + (TAG_BYTES if self.encrypts else 0)
+        nonce = os.urandom(NONCE_BYTES) if self.encrypts else bytes(NONCE_BYTES)
+        return Record(block.header, block.created_s, size, self.encrypts, nonce, key.key_id)
 
     def _seal(self, block: NewBlock, record: Record, memory: memoryview) -> None:
         size = record.stored_bytes

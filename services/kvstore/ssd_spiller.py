@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from services.common.blocks import BlockId
 from services.kvstore.ram_tier import SMALL_FRACTION, Entry, RamTier
@@ -24,6 +25,13 @@ _GATHER_S = 0.02
 _LAG = SMALL_FRACTION / 2
 
 
+@dataclass(frozen=True, slots=True)
+class SpillerStatistics:
+    """Blocks that wait to be written."""
+
+    num_queued: int
+
+
 class SsdSpiller:
     """`offer` and `evicted` are synchronous; `run` writes until cancelled."""
 
@@ -36,10 +44,9 @@ class SsdSpiller:
         self._idle.set()
         self._progress = asyncio.Event()
 
-    @property
-    def num_queued(self) -> int:
-        """Blocks that wait to be written."""
-        return len(self._queue)
+    def statistics(self) -> SpillerStatistics:
+        """A snapshot."""
+        return SpillerStatistics(len(self._queue))
 
     def offer(self, ids: Iterable[BlockId]) -> None:
         """Blocks that are in RAM, parents first; what is on the SSD already is left out."""

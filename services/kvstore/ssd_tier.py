@@ -63,6 +63,7 @@ class SsdStatistics:
     capacity_bytes: int
     num_segments: int
     num_owners: int
+    is_encrypted: bool
 
 
 class SsdTier:
@@ -110,6 +111,7 @@ class SsdTier:
             self._log.limit_bytes,
             len(self._log.segments),
             len(self._log.keys),
+            self._log.encrypts,
         )
 
     async def start(self) -> list[BlockId]:

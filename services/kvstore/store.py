@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -29,11 +30,11 @@ from services.kvstore.arena import Slot
 from services.kvstore.lending import StoreLease, note_read
 from services.kvstore.metrics import Totals
 from services.kvstore.part_reservation import PartReservation
-from services.kvstore.partials import PartialBlocks
+from services.kvstore.partials import PartialBlocks, PartialStatistics
 from services.kvstore.ram_tier import Entry, RamStatistics, RamTier
 from services.kvstore.reservations import Offered, StoreReservation
 from services.kvstore.ssd_index import SsdEntry
-from services.kvstore.ssd_layer import SsdLayer
+from services.kvstore.ssd_layer import SsdLayer, SsdLayerStatistics
 from services.kvstore.ssd_log import SegmentLog
 from services.kvstore.ssd_tier import SsdTier
 
@@ -54,6 +55,17 @@ class Announcements(Protocol):
     def add(self, ids: Sequence[BlockId], tier: Tier) -> None: ...
 
     def remove(self, ids: Sequence[BlockId]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """Of both tiers, at one moment; ssd is None where there is no such tier."""
+
+    ram: RamStatistics
+    partial: PartialStatistics
+    ssd: SsdLayerStatistics | None
+    open_leases: int
+    cleared_tenants: int
 
 
 class Store:
@@ -88,9 +100,15 @@ class Store:
         )
         self._expiry: asyncio.TimerHandle | None = None
 
-    def statistics(self) -> RamStatistics:
-        """Of the RAM tier."""
-        return self._ram.statistics()
+    def statistics(self) -> StoreStatistics:
+        """A snapshot."""
+        return StoreStatistics(
+            self._ram.statistics(),
+            self.partials.statistics(),
+            self.ssd.statistics() if self.ssd is not None else None,
+            self.totals.open_leases,
+            len(self.generations),
+        )
 
     async def attach_ssd(self, log: SegmentLog, *, owner_bytes: int = 0, max_age_s: float = 0.0) -> SsdLayer:
         """Open the SSD tier and announce what it holds. Called once; the caller runs and closes the layer."""

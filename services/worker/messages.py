@@ -372,7 +372,7 @@ class NodeFailing(Message, frozen=True):
 
 
 class MoverCounters(Message, frozen=True):
-    """Totals since start, once a second."""
+    """Totals since start and, in the last three, what is under way; once a second."""
 
     pulled_blocks: int
     pulled_bytes: int
@@ -382,6 +382,9 @@ class MoverCounters(Message, frozen=True):
     dropped_pushes: int
     served_blocks: int
     bytes_by_transport: dict[str, int] = {}
+    running_pulls: int = 0
+    queued_pushes: int = 0
+    open_leases: int = 0
 
 
 FromFrontToEngine = Configure | Submit | Abort | DrainEngine | PushTarget

@@ -32,7 +32,9 @@ class WorkerMetrics:
         self._output_tokens = _meter.create_counter("kvmesh_output_tokens", description="Tokens generated.")
         self._requests = _meter.create_counter("kvmesh_worker_requests", description="Requests by outcome.")
         self._queue_s = _meter.create_histogram("kvmesh_worker_queue_seconds", description="Arrival to first step.")
-        self._pull_s = _meter.create_histogram("kvmesh_worker_pull_seconds", description="Pulls, where there was one.")
+        self._pull_s = _meter.create_histogram(
+            "kvmesh_worker_pull_seconds", description="Pulls of a request, by the slowest tier."
+        )
         self._prefill_s = _meter.create_histogram("kvmesh_worker_prefill_seconds", description="First step to its end.")
         for name, read in _LOAD_GAUGES.items():
             _meter.create_observable_gauge(name, callbacks=[self._load_gauge(read)])
@@ -45,6 +47,8 @@ class WorkerMetrics:
         )
         for name, read_mover in _MOVER_TOTALS.items():
             _meter.create_observable_counter(name, callbacks=[self._mover_total(read_mover)])
+        for name, read_now in _MOVER_GAUGES.items():
+            _meter.create_observable_gauge(name, callbacks=[self._mover_total(read_now)])
         _meter.create_observable_counter(
             "kvmesh_mover_transport_bytes",
             callbacks=[lambda _: [Observation(n, {"transport": t}) for t, n in self.mover.bytes_by_transport.items()]],
@@ -65,7 +69,7 @@ class WorkerMetrics:
         self._queue_s.record(usage.queue_s)
         self._prefill_s.record(usage.prefill_s)
         if usage.pull_s:
-            self._pull_s.record(usage.pull_s)
+            self._pull_s.record(usage.pull_s, {"tier": slowest_tier(usage)})
 
     def ended(self, outcome: str) -> None:
         """A request has ended in another way: "stale", "cancelled" or a status name in lower case."""
@@ -100,6 +104,11 @@ _LOAD_TOTALS: dict[str, Callable[[EngineLoad], float]] = {
     "kvmesh_worker_pulls_cut": lambda load: load.pulls_cut,
     "kvmesh_worker_loop_turns": lambda load: load.progress,
 }
+_MOVER_GAUGES: dict[str, Callable[[MoverCounters], int]] = {
+    "kvmesh_mover_running_pulls": lambda counters: counters.running_pulls,
+    "kvmesh_mover_queued_pushes": lambda counters: counters.queued_pushes,
+    "kvmesh_mover_open_leases": lambda counters: counters.open_leases,
+}
 _MOVER_TOTALS: dict[str, Callable[[MoverCounters], int]] = {
     "kvmesh_mover_pulled_blocks": lambda counters: counters.pulled_blocks,
     "kvmesh_mover_pulled_bytes": lambda counters: counters.pulled_bytes,
@@ -119,6 +128,12 @@ def cached_by_tier(usage: RequestUsage) -> dict[str, int]:
         "ram": usage.cached_ram,
         "ssd": usage.cached_ssd,
     }
+
+
+def slowest_tier(usage: RequestUsage) -> str:
+    """Where the pulled blocks of a request came from; the slowest where there are several, "none" if none came."""
+    cached = cached_by_tier(usage)
+    return next((tier for tier in ("ssd", "ram", "peer") if cached[tier]), "none")
 
 
 def record_spans(usage: RequestUsage, *, parent: Context, submitted_ns: int, ended_ns: int) -> None:

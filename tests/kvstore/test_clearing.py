@@ -58,7 +58,7 @@ async def test_late_pushes_are_refused_and_those_after_the_clearing_are_not(tmp_
         assert await under_way.commit() == 0
         assert await push(one.store, MINE, owner=owner("a", 4)) == 0
         assert one.store.totals.rejected_blocks == 16
-        assert one.store.statistics().num_bytes == 0
+        assert one.store.statistics().ram.num_bytes == 0
         assert await push(one.store, OTHER, owner=owner("a", 5)) == 8
         await flushed(one)
         assert await clear(clearing, 4) == Cleared(), "an older clearing that comes late"
@@ -112,7 +112,7 @@ async def test_a_read_under_way_brings_nothing_back(tmp_path: Path, monkeypatch:
         go_on.set()
         assert await task == []
         assert not one.announced.tiers
-        assert one.store.statistics().num_bytes == 0
+        assert one.store.statistics().ram.num_bytes == 0
         one.ram.check()
 
 

@@ -81,7 +81,7 @@ async def test_ranks_of_any_number_join(opened: Opened) -> None:
     lease = await opened.store.lease(PullRequest(ids, 0, 5.0, heads=HeadRange(3, 2)))
     assert (lease.blocks, lease.stop) == ([], STOP_HEADS)
     lease.release(0, lease.stop)
-    assert opened.store.statistics().leased_blocks == 0
+    assert opened.store.statistics().ram.leased_blocks == 0
 
 
 async def test_a_part_needs_the_same_heads_of_its_parent(opened: Opened) -> None:

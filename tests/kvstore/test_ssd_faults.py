@@ -202,7 +202,7 @@ async def test_reads_pin_what_reclaim_wants(tmp_path: Path) -> None:
         await flushed(one)
         assert one.layer.tier.is_on
         assert one.layer.tier.totals.reclaimed_blocks > 0
-        assert one.store.statistics().leased_blocks == 0
+        assert one.store.statistics().ram.leased_blocks == 0
         await check_all(one, 80)
 
 

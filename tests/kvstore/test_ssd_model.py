@@ -192,7 +192,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "one"):
             self.stop()
-            assert self.one.store.statistics().leased_blocks == 0
+            assert self.one.store.statistics().ram.leased_blocks == 0
         self.loop.close()
         shutil.rmtree(self.folder)
 

@@ -182,7 +182,7 @@ async def test_a_disk_that_hangs_ends_the_tier_in_time(tmp_path: Path, monkeypat
         assert await push(one.store, chain(8, 77)) == 8
         hung.set()
         await one.layer._loader.drain()
-        assert one.store.statistics().leased_blocks == 0
+        assert one.store.statistics().ram.leased_blocks == 0
 
 
 async def test_old_blocks_are_not_served(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ async def test_a_pull_that_gives_up_leaves_nothing_lent(tmp_path: Path) -> None:
         assert lease.stop in (STOP_DEADLINE, "")
         lease.release(0, "")
         await one.layer._loader.drain()
-        assert one.store.statistics().leased_blocks == 0
+        assert one.store.statistics().ram.leased_blocks == 0
         one.layer.tier.check()
 
 

@@ -64,8 +64,8 @@ async def test_the_same_blocks_offered_twice_at_once_are_kept_once(store: Store,
     assert await second.commit() == 4
     assert await first.commit() == 6
     assert announced.tiers == dict.fromkeys(ids, Tier.RAM)
-    assert store.statistics().num_blocks == 6
-    assert store.statistics().leased_blocks == 0
+    assert store.statistics().ram.num_blocks == 6
+    assert store.statistics().ram.leased_blocks == 0
 
 
 async def test_a_reservation_given_up_leaves_nothing(store: Store, announced: Announced) -> None:
@@ -73,9 +73,9 @@ async def test_a_reservation_given_up_leaves_nothing(store: Store, announced: An
     await (await offer(store, kept)).commit()
     reservation = await offer(store, chain(6))
     assert reservation.num_held == 2
-    assert store.statistics().leased_blocks == 1
+    assert store.statistics().ram.leased_blocks == 1
     reservation.abandon()
-    assert store.statistics().leased_blocks == 0
+    assert store.statistics().ram.leased_blocks == 0
     assert list(announced.tiers) == kept
 
 
@@ -100,7 +100,7 @@ async def test_announcements_follow_evictions(store: Store, announced: Announced
     for number in range(40):
         await (await offer(store, chain(5, number))).commit()
     assert store.totals.evicted_blocks > 0
-    assert len(announced.tiers) == store.statistics().num_blocks
+    assert len(announced.tiers) == store.statistics().ram.num_blocks
     for number in range(40):
         held = [block_id in announced.tiers for block_id in chain(5, number)]
         assert held == sorted(held, reverse=True)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/kvstore.proto\x12\tkvmesh.v1\"\x0e\n\x0cStatsRequest\"\x86\x03\n\rStatsResponse\x12\x12\n\nkvstore_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nram_blocks\x18\x03 \x01(\x04\x12\x11\n\tram_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12ram_capacity_bytes\x18\x05 \x01(\x04\x12\x12\n\nhit_blocks\x18\x06 \x01(\x04\x12\x13\n\x0bmiss_blocks\x18\x07 \x01(\x04\x12\x15\n\rpushed_blocks\x18\x08 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x17\n\x0frejected_blocks\x18\n \x01(\x04\x12\x1d\n\x15verification_failures\x18\x0b \x01(\x04\x12\x13\n\x0bopen_leases\x18\x0c \x01(\r\x12\x16\n\x0essd_hit_blocks\x18\r \x01(\x04\x12 \n\x03ssd\x18\x0e \x01(\x0b\x32\x13.kvmesh.v1.SsdStats\x12\x30\n\x0breplication\x18\x1e \x01(\x0b\x32\x1b.kvmesh.v1.ReplicationStats\"\xa5\x01\n\x10ReplicationStats\x12\x14\n\x0c\x61sked_copies\x18\x01 \x01(\x04\x12\x17\n\x0f\x64\x65\x63lined_copies\x18\x02 \x01(\x04\x12\x16\n\x0erefused_copies\x18\x03 \x01(\x04\x12\x15\n\rfailed_copies\x18\x04 \x01(\x04\x12\x19\n\x11replicated_blocks\x18\x05 \x01(\x04\x12\x18\n\x10replicated_bytes\x18\x06 \x01(\x04\"\xba\x02\n\x08SsdStats\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x04\x12\x10\n\x08segments\x18\x06 \x01(\r\x12\x0e\n\x06owners\x18\x07 \x01(\r\x12\x16\n\x0espilled_blocks\x18\x08 \x01(\x04\x12\x13\n\x0bread_blocks\x18\t \x01(\x04\x12\x16\n\x0e\x64ropped_blocks\x18\n \x01(\x04\x12\x15\n\rcopied_blocks\x18\x0b \x01(\x04\x12\x18\n\x10reclaimed_blocks\x18\x0c \x01(\x04\x12\x1d\n\x15verification_failures\x18\r \x01(\x04\x12\x15\n\rqueued_blocks\x18\x0e \x01(\x04\"$\n\x0c\x43learRequest\x12\x14\n\x0cowner_digest\x18\x01 \x01(\x0c\"O\n\rClearResponse\x12\x12\n\nram_blocks\x18\x01 \x01(\x04\x12\x12\n\nssd_blocks\x18\x02 \x01(\x04\x12\x16\n\x0e\x64\x65stroyed_keys\x18\x03 \x01(\r\"\x8b\x01\n\x10ReplicateRequest\x12\x0f\n\x07headers\x18\x01 \x03(\x0c\x12\x11\n\tcreated_s\x18\x02 \x01(\x04\x12\x11\n\tsource_id\x18\x03 \x01(\t\x12\x14\n\x0csource_epoch\x18\x04 \x01(\x04\x12\x14\n\x0cpull_address\x18\x05 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x06 \x01(\t\"9\n\x11ReplicateResponse\x12\x13\n\x0bheld_blocks\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\t2\xc9\x01\n\x07KvStore\x12:\n\x05Stats\x12\x17.kvmesh.v1.StatsRequest\x1a\x18.kvmesh.v1.StatsResponse\x12:\n\x05\x43lear\x12\x17.kvmesh.v1.ClearRequest\x1a\x18.kvmesh.v1.ClearResponse\x12\x46\n\tReplicate\x12\x1b.kvmesh.v1.ReplicateRequest\x1a\x1c.kvmesh.v1.ReplicateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/kvstore.proto\x12\tkvmesh.v1\"\x0e\n\x0cStatsRequest\"\xab\x04\n\rStatsResponse\x12\x12\n\nkvstore_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nram_blocks\x18\x03 \x01(\x04\x12\x11\n\tram_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12ram_capacity_bytes\x18\x05 \x01(\x04\x12\x12\n\nhit_blocks\x18\x06 \x01(\x04\x12\x13\n\x0bmiss_blocks\x18\x07 \x01(\x04\x12\x15\n\rpushed_blocks\x18\x08 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x17\n\x0frejected_blocks\x18\n \x01(\x04\x12\x1d\n\x15verification_failures\x18\x0b \x01(\x04\x12\x13\n\x0bopen_leases\x18\x0c \x01(\r\x12\x16\n\x0essd_hit_blocks\x18\r \x01(\x04\x12 \n\x03ssd\x18\x0e \x01(\x0b\x32\x13.kvmesh.v1.SsdStats\x12\x30\n\x0breplication\x18\x1e \x01(\x0b\x32\x1b.kvmesh.v1.ReplicationStats\x12\x15\n\rleased_blocks\x18( \x01(\x04\x12\x16\n\x0epartial_blocks\x18) \x01(\x04\x12\x1e\n\x16\x64ropped_partial_blocks\x18* \x01(\x04\x12\x16\n\x0e\x63leared_blocks\x18+ \x01(\x04\x12\x17\n\x0f\x63leared_tenants\x18, \x01(\x04\x12#\n\x05pulls\x18- \x03(\x0b\x32\x14.kvmesh.v1.TierPulls\"F\n\tTierPulls\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05pulls\x18\x02 \x01(\x04\x12\r\n\x05p50_s\x18\x03 \x01(\x01\x12\r\n\x05p99_s\x18\x04 \x01(\x01\"\xa5\x01\n\x10ReplicationStats\x12\x14\n\x0c\x61sked_copies\x18\x01 \x01(\x04\x12\x17\n\x0f\x64\x65\x63lined_copies\x18\x02 \x01(\x04\x12\x16\n\x0erefused_copies\x18\x03 \x01(\x04\x12\x15\n\rfailed_copies\x18\x04 \x01(\x04\x12\x19\n\x11replicated_blocks\x18\x05 \x01(\x04\x12\x18\n\x10replicated_bytes\x18\x06 \x01(\x04\"\xf4\x02\n\x08SsdStats\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x04\x12\x10\n\x08segments\x18\x06 \x01(\r\x12\x0e\n\x06owners\x18\x07 \x01(\r\x12\x16\n\x0espilled_blocks\x18\x08 \x01(\x04\x12\x13\n\x0bread_blocks\x18\t \x01(\x04\x12\x16\n\x0e\x64ropped_blocks\x18\n \x01(\x04\x12\x15\n\rcopied_blocks\x18\x0b \x01(\x04\x12\x18\n\x10reclaimed_blocks\x18\x0c \x01(\x04\x12\x1d\n\x15verification_failures\x18\r \x01(\x04\x12\x15\n\rqueued_blocks\x18\x0e \x01(\x04\x12\x11\n\tencrypted\x18\x0f \x01(\x08\x12\x16\n\x0e\x63leared_blocks\x18\x10 \x01(\x04\x12\r\n\x05loads\x18\x11 \x01(\r\"$\n\x0c\x43learRequest\x12\x14\n\x0cowner_digest\x18\x01 \x01(\x0c\"O\n\rClearResponse\x12\x12\n\nram_blocks\x18\x01 \x01(\x04\x12\x12\n\nssd_blocks\x18\x02 \x01(\x04\x12\x16\n\x0e\x64\x65stroyed_keys\x18\x03 \x01(\r\"\x8b\x01\n\x10ReplicateRequest\x12\x0f\n\x07headers\x18\x01 \x03(\x0c\x12\x11\n\tcreated_s\x18\x02 \x01(\x04\x12\x11\n\tsource_id\x18\x03 \x01(\t\x12\x14\n\x0csource_epoch\x18\x04 \x01(\x04\x12\x14\n\x0cpull_address\x18\x05 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x06 \x01(\t\"9\n\x11ReplicateResponse\x12\x13\n\x0bheld_blocks\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\t2\xc9\x01\n\x07KvStore\x12:\n\x05Stats\x12\x17.kvmesh.v1.StatsRequest\x1a\x18.kvmesh.v1.StatsResponse\x12:\n\x05\x43lear\x12\x17.kvmesh.v1.ClearRequest\x1a\x18.kvmesh.v1.ClearResponse\x12\x46\n\tReplicate\x12\x1b.kvmesh.v1.ReplicateRequest\x1a\x1c.kvmesh.v1.ReplicateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATSREQUEST']._serialized_start=38
   _globals['_STATSREQUEST']._serialized_end=52
   _globals['_STATSRESPONSE']._serialized_start=55
-  _globals['_STATSRESPONSE']._serialized_end=445
-  _globals['_REPLICATIONSTATS']._serialized_start=448
-  _globals['_REPLICATIONSTATS']._serialized_end=613
-  _globals['_SSDSTATS']._serialized_start=616
-  _globals['_SSDSTATS']._serialized_end=930
-  _globals['_CLEARREQUEST']._serialized_start=932
-  _globals['_CLEARREQUEST']._serialized_end=968
-  _globals['_CLEARRESPONSE']._serialized_start=970
-  _globals['_CLEARRESPONSE']._serialized_end=1049
-  _globals['_REPLICATEREQUEST']._serialized_start=1052
-  _globals['_REPLICATEREQUEST']._serialized_end=1191
-  _globals['_REPLICATERESPONSE']._serialized_start=1193
-  _globals['_REPLICATERESPONSE']._serialized_end=1250
-  _globals['_KVSTORE']._serialized_start=1253
-  _globals['_KVSTORE']._serialized_end=1454
+  _globals['_STATSRESPONSE']._serialized_end=610
+  _globals['_TIERPULLS']._serialized_start=612
+  _globals['_TIERPULLS']._serialized_end=682
+  _globals['_REPLICATIONSTATS']._serialized_start=685
+  _globals['_REPLICATIONSTATS']._serialized_end=850
+  _globals['_SSDSTATS']._serialized_start=853
+  _globals['_SSDSTATS']._serialized_end=1225
+  _globals['_CLEARREQUEST']._serialized_start=1227
+  _globals['_CLEARREQUEST']._serialized_end=1263
+  _globals['_CLEARRESPONSE']._serialized_start=1265
+  _globals['_CLEARRESPONSE']._serialized_end=1344
+  _globals['_REPLICATEREQUEST']._serialized_start=1347
+  _globals['_REPLICATEREQUEST']._serialized_end=1486
+  _globals['_REPLICATERESPONSE']._serialized_start=1488
+  _globals['_REPLICATERESPONSE']._serialized_end=1545
+  _globals['_KVSTORE']._serialized_start=1548
+  _globals['_KVSTORE']._serialized_end=1749
 # @@protoc_insertion_point(module_scope)

@@ -14,6 +14,7 @@ from typing import Literal
 import structlog
 from kvmesh.v1 import transfer_pb2, transfer_pb2_grpc
 from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
 
 from services.common.rpc import MeshServer
 from services.common.security import MeshSecret
@@ -32,9 +33,8 @@ from services.common.transfer.ucx_server import UcxServer
 
 TransportMode = Literal["auto", "shm", "ucx", "grpc"]
 _log = structlog.get_logger()
-_in_use = metrics.get_meter("kvmesh.transfer").create_up_down_counter(
-    "kvmesh_transfer_transport", description="1 for the transport in use."
-)
+_meter = metrics.get_meter("kvmesh.transfer")
+_in_use = _meter.create_up_down_counter("kvmesh_transfer_transport", description="1 for the transport in use.")
 
 
 class TransferEndpoint:
@@ -71,6 +71,7 @@ class TransferEndpoint:
             else None
         )
         self._servicer = BlockTransferServicer(source, sink, max_operation_s=max_operation_s)
+        _meter.create_observable_gauge("kvmesh_transfer_peers", [self._peers], description="Peers, by last transport.")
         _in_use.add(1, {"transport": self.transport.name})
         _log.info("transfer transport", transport=self.transport.name, same_host="shm" if use_shm else "", asked=mode)
 
@@ -113,6 +114,10 @@ class TransferEndpoint:
                 await server.close()
         if self._reactor is not None:
             self._reactor.close()
+
+    def _peers(self, _: CallbackOptions) -> list[Observation]:
+        peers = self.transport.statistics().peers_by_transport
+        return [Observation(count, {"transport": transport}) for transport, count in peers.items()]
 
 
 def _use_ucx(mode: TransportMode) -> bool:

@@ -7,9 +7,9 @@ choice is logged when it changes, and every transfer is counted under the transp
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 from opentelemetry import metrics
@@ -35,6 +35,13 @@ _meter = metrics.get_meter("kvmesh.transfer")
 _blocks = _meter.create_counter("kvmesh_transfer_blocks", description="Blocks moved, by transport and operation.")
 _bytes = _meter.create_counter("kvmesh_transfer_bytes", description="Payload moved, by transport and operation.")
 _seconds = _meter.create_histogram("kvmesh_transfer_seconds", unit="s", description="Time of a transfer.")
+
+
+@dataclass(frozen=True, slots=True)
+class PathStatistics:
+    """Peers by the transport that the last transfer with them took."""
+
+    peers_by_transport: dict[str, int]
 
 
 class PreferredTransport:
@@ -66,6 +73,10 @@ class PreferredTransport:
                 if result.stop != STOP_ELSEWHERE:
                     return result
         return await self._pull_rest(peer, request, buffers, on_block, first, started_s)
+
+    def statistics(self) -> PathStatistics:
+        """A snapshot."""
+        return PathStatistics(dict(Counter(self._paths.values())))
 
     async def push(self, peer: PeerAddress, request: PushRequest) -> PushResult:
         """As `Transport.push`."""

@@ -24,7 +24,7 @@ class Counters:
         """A run of a pull has come over `transport`."""
         self.bytes_by_transport[transport] = self.bytes_by_transport.get(transport, 0) + num_bytes
 
-    def message(self) -> MoverCounters:
+    def message(self, *, running_pulls: int, queued_pushes: int, open_leases: int) -> MoverCounters:
         """As the front gets them."""
         return MoverCounters(
             self.pulled_blocks,
@@ -35,4 +35,7 @@ class Counters:
             self.dropped_pushes,
             self.served_blocks,
             dict(self.bytes_by_transport),
+            running_pulls,
+            queued_pushes,
+            open_leases,
         )

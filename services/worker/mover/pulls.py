@@ -11,6 +11,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 from opentelemetry import propagate, trace
@@ -41,6 +42,13 @@ _LATE = "late"
 _TIERS = {"worker": {"peer"}, "kvstore": {"ram", "ssd"}}
 _log = structlog.get_logger()
 _tracer = trace.get_tracer("kvmesh.mover")
+
+
+@dataclass(frozen=True, slots=True)
+class PullerStatistics:
+    """Pulls under way."""
+
+    num_running: int
 
 
 class Puller:
@@ -76,6 +84,10 @@ class Puller:
             return
         progress = PullProgress(time.monotonic)
         self._running[message.key] = progress, self._group.create_task(self._run(message, progress))
+
+    def statistics(self) -> PullerStatistics:
+        """A snapshot."""
+        return PullerStatistics(len(self._running))
 
     def cancel(self, message: CancelPull) -> None:
         """End a pull; its PullDone still comes. Unknown keys are ignored."""

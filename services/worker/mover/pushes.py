@@ -40,6 +40,13 @@ class _Progress:
     refused: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PusherStatistics:
+    """Pushes that wait or are under way."""
+
+    num_queued: int
+
+
 class Pusher:
     """Runs pushes as tasks of `group`, a few at a time."""
 
@@ -69,6 +76,10 @@ class Pusher:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_PUSHES)
         # Pushes without a PushDone yet.
         self._num_queued = 0
+
+    def statistics(self) -> PusherStatistics:
+        """A snapshot."""
+        return PusherStatistics(self._num_queued)
 
     def set_target(self, target: PushTarget) -> None:
         """Push there from now on; an empty location id means nowhere."""

@@ -70,7 +70,7 @@ async def run_mover(config: MoverConfig, settings: MoverSettings, secret: MeshSe
             puller, pusher = Puller(*parts), Pusher(*parts, timeout_s=settings.push_timeout_s)
             group.create_task(_obey_engine(engine, puller, pusher, source))
             group.create_task(_obey_front(front, pusher))
-            group.create_task(_report(front, counters))
+            group.create_task(_report(front, counters, puller, pusher, source))
     except* ConnectionError as ended:
         _log.info("mover ends", reason=str(ended.exceptions[0]))
     await server.stop(0)
@@ -98,8 +98,15 @@ async def _obey_front(front: AsyncLink[PushTarget], pusher: Pusher) -> None:
         pusher.set_target(await front.receive())
 
 
-async def _report(front: AsyncLink[PushTarget], counters: Counters) -> None:
+async def _report(
+    front: AsyncLink[PushTarget], counters: Counters, puller: Puller, pusher: Pusher, source: PinnedSource
+) -> None:
     while True:
         await asyncio.sleep(COUNTERS_EVERY_S)
-        front.send(counters.message())
+        message = counters.message(
+            running_pulls=puller.statistics().num_running,
+            queued_pushes=pusher.statistics().num_queued,
+            open_leases=source.statistics().num_leases,
+        )
+        front.send(message)
         await front.drain()

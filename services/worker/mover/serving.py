@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -33,6 +34,14 @@ MAX_PINS = 256
 _log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class SourceStatistics:
+    """Blocks that the engine holds, or may hold, for remote pulls; and questions to it without an answer yet."""
+
+    num_leases: int
+    num_waiting: int
+
+
 class PinnedSource:
     """BlockSource over the engine's pool."""
 
@@ -55,6 +64,10 @@ class PinnedSource:
         self._waiting: dict[int, asyncio.Future[list[int]]] = {}
         # Pins that the engine holds, or may hold, for us.
         self._num_pins = 0
+
+    def statistics(self) -> SourceStatistics:
+        """A snapshot."""
+        return SourceStatistics(self._num_pins, len(self._waiting))
 
     def pinned(self, message: PinnedSlots) -> None:
         """The engine's answer. One that nobody waits for any more was unpinned already."""
