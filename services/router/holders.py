@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -17,11 +16,8 @@ from services.common.blocks import BlockId
 from services.common.registry import LocationRecord
 from services.router.domain import PullRun, WorkerId
 from services.router.index.replica import Replica
-from services.router.policies.view import IntArray, Sources
+from services.router.policies.view import IntArray, Sources, no_sources
 from services.router.workers import WorkerTable, host_number
-
-T = TypeVar("T")
-
 
 # Sources that a decision looks at: those that hold most, of equals those on a candidate's host, then the least busy.
 MAX_KVSTORES = 8
@@ -78,28 +74,40 @@ class Holders:
     ) -> list[Source]:
         """Who holds more of the prompt than some candidate; equals take turns."""
         least = int(local_blocks.min())
-        hosts = {self._table.workers[self._table.by_row[int(row)]].record.host for row in candidates}
-        kvstores = [
-            (-length, self._kvstores[name].host not in hosts, name)
-            for name, length in holding.by_kvstore.items()
-            if length > least
+        kvstores = self._kvstore_sources(holding, least, candidates, turn)
+        return kvstores + self._worker_sources(holding, least, usable_rows, turn)
+
+    def _kvstore_sources(self, holding: Holding, least: int, candidates: IntArray, turn: int) -> list[Source]:
+        names = [name for name, length in holding.by_kvstore.items() if length > least]
+        middle = turn % max(1, len(names))
+        names = names[middle:] + names[:middle]
+        if len(names) > MAX_KVSTORES:
+            hosts = set(self._table.rows["host"][candidates].tolist())
+            far = {name: host_number(self._kvstores[name].host) not in hosts for name in names}
+            names = sorted(names, key=lambda name: (-holding.by_kvstore[name], far[name]))[:MAX_KVSTORES]
+        return [
+            Source(self._kvstores[name], -1, length, self._memory_end(f"kvstore/{name}", holding.ids[:length]))
+            for name in names
+            for length in (holding.by_kvstore[name],)
         ]
-        sources = []
-        for negative_length, _, name in sorted(_rotated(kvstores, turn), key=lambda one: one[:2])[:MAX_KVSTORES]:
-            memory_end = self._memory_end(f"kvstore/{name}", holding.ids[:-negative_length])
-            sources.append(Source(self._kvstores[name], -1, -negative_length, memory_end))
-        rows = usable_rows[holding.by_row[usable_rows] > least]
-        table = self._table.rows[rows]
-        order = np.lexsort(
-            (_turns(len(rows), turn), table["queued_tokens"] + table["pending_tokens"], -holding.by_row[rows])
-        )
-        for row in rows[order][:MAX_WORKERS].tolist():
-            length = int(holding.by_row[row])
-            sources.append(Source(self._table.workers[self._table.by_row[row]].record, row, length, length))
-        return sources
+
+    def _worker_sources(self, holding: Holding, least: int, usable_rows: IntArray, turn: int) -> list[Source]:
+        lengths = holding.by_row[usable_rows]
+        rows = usable_rows[lengths > least]
+        if not len(rows):
+            return []
+        table, lengths = self._table.rows[rows], holding.by_row[rows]
+        turns = (np.arange(len(rows)) + turn) % len(rows)
+        order = np.lexsort((turns, table["queued_tokens"] + table["pending_tokens"], -lengths))[:MAX_WORKERS]
+        return [
+            Source(self._table.workers[self._table.by_row[row]].record, row, length, length)
+            for row, length in zip(rows[order].tolist(), lengths[order].tolist(), strict=True)
+        ]
 
     def arrays(self, sources: list[Source], candidates: IntArray) -> Sources:
         """As policies see them."""
+        if not sources:
+            return no_sources(len(candidates))
         locations = [source.record.location for source in sources]
         hosts = np.array([host_number(source.record.host) for source in sources], np.int64)
         links = self._table.links
@@ -128,15 +136,6 @@ class Holders:
     def _slot(self, location_name: str, epoch: int) -> int:
         location = self._replica.locations.get(location_name)
         return location.slot if location is not None and location.epoch == epoch else -1
-
-
-def _turns(count: int, turn: int) -> IntArray:
-    return (np.arange(count) + turn) % max(1, count)
-
-
-def _rotated(items: list[T], turn: int) -> list[T]:
-    middle = turn % max(1, len(items))
-    return items[middle:] + items[:middle]
 
 
 def pull_run(source: Source, first: int, end: int) -> PullRun:

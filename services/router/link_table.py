@@ -83,13 +83,19 @@ class LinkTable:
 
     def links(self, rows: IntArray, locations: Sequence[str], same_host: BoolMatrix) -> LinkArrays:
         """Links of the workers in `rows` to `locations`; same_host, [worker, holder], decides what is assumed."""
-        measured = np.empty((len(rows), len(locations), len(_NOTHING)))
-        for column, location in enumerate(locations):
-            holder = self._holders.get(location)
-            measured[:, column] = _NOTHING if holder is None else _lines(holder, int(rows.max()) + 1)[rows]
-        rate, setup_s, freshness, ssd_rate, ssd_setup_s, ssd_freshness = np.moveaxis(measured, 2, 0)
         near_rate = np.where(same_host, NEAR.bytes_per_s, FAR.bytes_per_s)
         near_setup_s = np.where(same_host, NEAR.setup_s, FAR.setup_s)
+        known = [(column, self._holders[one]) for column, one in enumerate(locations) if one in self._holders]
+        if not known:
+            ssd_setup_s = np.full(near_rate.shape, SSD.setup_s)
+            return LinkArrays(near_rate, near_setup_s, np.minimum(near_rate, SSD.bytes_per_s), ssd_setup_s)
+        # The figures come first, so that each is one contiguous array.
+        measured = np.empty((len(_NOTHING), len(rows), len(locations)))
+        measured[:] = _NOTHING[:, None, None]
+        num_rows = int(rows.max()) + 1
+        for column, holder in known:
+            measured[:, :, column] = _lines(holder, num_rows)[rows].T
+        rate, setup_s, freshness, ssd_rate, ssd_setup_s, ssd_freshness = measured
         # A holder that was never tried is taken to be as good as the best of its kind, or it never would be.
         untried = freshness == 0
         near_rate = np.where(untried, np.maximum(near_rate, _best(rate, untried, same_host)), near_rate)

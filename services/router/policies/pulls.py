@@ -56,16 +56,11 @@ def best_plans(request: PolicyRequest, view: PolicyView) -> PullPlans:
     count = len(options.end)
     # [candidate, option] after the local blocks, and [candidate, first option, second option] after the first's end.
     one_s = _run_seconds(view, options, local[:, None, None])[:, 0]
-    two_s = one_s[:, :, None] + _run_seconds(view, options, options.end[None, :, None])
     prefill_s = _prefill_s(request, view, options.end[None])
-    total_s = np.concatenate(
-        [
-            alone_s[:, None],
-            one_s + prefill_s,
-            (two_s + prefill_s[:, None, :]).reshape(len(rows), count * count),
-        ],
-        axis=1,
-    )
+    total_s = np.concatenate([alone_s[:, None], one_s + prefill_s], axis=1)
+    if count > 1:
+        two_s = one_s[:, :, None] + _run_seconds(view, options, options.end[None, :, None]) + prefill_s[:, None]
+        total_s = np.concatenate([total_s, two_s.reshape(len(rows), count * count)], axis=1)
     best = total_s.argmin(axis=1)
     pair = best - 1 - count
     first = np.where(pair >= 0, pair // count, best - 1)

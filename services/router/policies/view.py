@@ -92,6 +92,12 @@ class Sources:
     links: LinkArrays
 
 
+def no_sources(num_candidates: int) -> Sources:
+    """Nobody has anything to give."""
+    empty, floats, none = np.zeros((num_candidates, 0)), np.zeros(0), np.zeros(0, np.int64)
+    return Sources(none, none, floats, empty.astype(np.bool_), LinkArrays(empty, empty, empty, empty))
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyView:
     """Candidates only, each able to finish the request. local_blocks: leading blocks that the candidate itself has."""

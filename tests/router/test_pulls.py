@@ -1,0 +1,258 @@
+"""Which pulls are planned: never a slower one, never worse with a better link, and the best of all that there are."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.announcements import Tier
+from services.common.links import FAR, NEAR
+from services.router.domain import AttemptId, HolderLinks, MeasuredLink, Placement, WorkerId
+from services.router.policies.pulls import NO_SOURCE, best_plans
+from services.router.policies.view import WORKER_ROW, LinkArrays, PolicyRequest, PolicyView, Sources
+from services.router.workers import PendingAttempt
+from tests.router.scenes import IDLE, NOW_S, Scene, chain, links
+
+BLOCK_TOKENS, BLOCK_BYTES = 16, 400_000.0
+REQUEST = PolicyRequest(
+    prompt_tokens=40 * BLOCK_TOKENS + 5,
+    block_tokens=BLOCK_TOKENS,
+    num_choices=1,
+    expected_output_tokens=10.0,
+    prefix_key=1,
+    sequence=1,
+)
+DECODE_STEP_S = 0.02
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One source as one candidate sees it."""
+
+    end: int
+    memory_end: int
+    queue_bytes: float
+    rate: float
+    setup_s: float
+    ssd_rate: float
+    ssd_setup_s: float
+
+    def seconds(self, begin: int, end: int) -> float:
+        """Pulling blocks [begin, end)."""
+        in_memory, on_ssd = max(0, min(end, self.memory_end) - begin), max(0, end - max(begin, self.memory_end))
+        fixed_s = self.setup_s + self.queue_bytes / self.rate + (self.ssd_setup_s if on_ssd else 0.0)
+        return fixed_s + in_memory * BLOCK_BYTES / self.rate + on_ssd * BLOCK_BYTES / self.ssd_rate
+
+
+holders = st.builds(
+    lambda end, share, *rest: Holder(end, int(end * share), *rest),
+    st.integers(1, 45),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from([0.0, 0.0, 1e7, 1e9]),
+    st.floats(1e6, 1e10),
+    st.floats(0.0001, 0.2),
+    st.floats(1e6, 1e10),
+    st.floats(0.0001, 0.2),
+)
+
+
+def view_of(sources: list[Holder], local: int, tokens_per_s: float) -> PolicyView:
+    rows = np.zeros(1, WORKER_ROW)
+    rows["block_bytes"], rows["prefill_tokens_per_s"], rows["decode_step_s"] = BLOCK_BYTES, tokens_per_s, DECODE_STEP_S
+
+    def column(name: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        return np.array([[getattr(source, name) for source in sources]], np.float64)
+
+    return PolicyView(
+        rows,
+        np.array([local]),
+        Sources(
+            end=np.array([source.end for source in sources]),
+            memory_end=np.array([source.memory_end for source in sources]),
+            queue_bytes=column("queue_bytes")[0],
+            is_self=np.zeros((1, len(sources)), np.bool_),
+            links=LinkArrays(column("rate"), column("setup_s"), column("ssd_rate"), column("ssd_setup_s")),
+        ),
+    )
+
+
+def prefill_s(held: int, tokens_per_s: float) -> float:
+    return max((REQUEST.prompt_tokens - held * BLOCK_TOKENS) / tokens_per_s, DECODE_STEP_S)
+
+
+def best_by_hand(sources: list[Holder], local: int, tokens_per_s: float) -> float:
+    """Time to the end of prefill, with the best plan of up to two runs, which end with a source or its memory."""
+    usable = REQUEST.usable_blocks
+    ends = [(one, min(end, usable)) for one in sources for end in {one.end, one.memory_end}]
+    best = prefill_s(local, tokens_per_s)
+    for one, end in ends:
+        if end > local:
+            best = min(best, one.seconds(local, end) + prefill_s(end, tokens_per_s))
+    for (one, middle), (other, end) in itertools.product(ends, ends):
+        if local < middle < end:
+            seconds = one.seconds(local, middle) + other.seconds(middle, end)
+            best = min(best, seconds + prefill_s(end, tokens_per_s))
+    return best
+
+
+some = st.lists(holders, min_size=1, max_size=5)
+local = st.integers(0, 40)
+speed = st.floats(200, 50_000)
+
+
+@settings(max_examples=200, deadline=None)
+@given(some, local, speed)
+def test_the_plan_is_the_best_and_never_slower_than_computing(
+    sources: list[Holder], local: int, tokens_per_s: float
+) -> None:
+    plans = best_plans(REQUEST, view_of(sources, local, tokens_per_s))
+    total_s = float(plans.seconds[0] + plans.prefill_s[0])
+    assert total_s <= prefill_s(local, tokens_per_s)
+    assert float(plans.alone_s[0]) == pytest.approx(prefill_s(local, tokens_per_s))
+    assert total_s == pytest.approx(best_by_hand(sources, local, tokens_per_s))
+    # And it is what it says.
+    first, second, middle, end = (
+        int(value[0]) for value in (plans.first_source, plans.second_source, plans.first_end, plans.end)
+    )
+    seconds = 0.0
+    if first != NO_SOURCE:
+        assert local < middle <= min(sources[first].end, REQUEST.usable_blocks)
+        seconds += sources[first].seconds(local, middle)
+    if second != NO_SOURCE:
+        assert middle < end <= min(sources[second].end, REQUEST.usable_blocks)
+        seconds += sources[second].seconds(middle, end)
+    assert end == (middle if second == NO_SOURCE else end)
+    assert float(plans.seconds[0]) == pytest.approx(seconds, abs=1e-9)
+    assert float(plans.prefill_s[0]) == pytest.approx(prefill_s(end, tokens_per_s))
+
+
+@settings(max_examples=200, deadline=None)
+@given(some, local, speed, st.floats(1.0, 100.0), st.data())
+def test_a_better_link_never_makes_it_slower(
+    sources: list[Holder], local: int, tokens_per_s: float, factor: float, data: st.DataObject
+) -> None:
+    better = list(sources)
+    at = data.draw(st.integers(0, len(sources) - 1))
+    changed = data.draw(st.sampled_from(["rate", "ssd_rate", "setup_s", "ssd_setup_s", "queue_bytes"]))
+    value = getattr(sources[at], changed)
+    better[at] = replace(sources[at], **{changed: value * factor if "rate" in changed else value / factor})
+    before, after = (best_plans(REQUEST, view_of(these, local, tokens_per_s)) for these in (sources, better))
+    assert after.seconds[0] + after.prefill_s[0] <= (before.seconds[0] + before.prefill_s[0]) * (1 + 1e-9)
+
+
+def test_candidates_are_scored_together_as_alone() -> None:
+    scene, ids = Scene(), chain(40)
+    speeds = {"a": 1e8, "b": 1e7, "c": 3e9}
+    for name, bytes_per_s in speeds.items():
+        scene.worker(name, links("kvstore/k", bytes_per_s=bytes_per_s))
+    scene.kvstore("k")
+    scene.hold("kvstore/k", ids, Tier.RAM)
+    together = scene.grant(scene.ask(ids)).explanation
+    for name in speeds:
+        alone = scene.grant(scene.ask(ids, excluded_workers=frozenset(speeds) - {name}))
+        row = int(np.flatnonzero(together.candidates == scene.table.workers[WorkerId(name)].row)[0])
+        assert together.scores[row] == pytest.approx(alone.explanation.scores[0])
+
+
+def runs(placement: Placement) -> list[tuple[str, int, int, int]]:
+    return [(run.location_id, run.first_block, run.num_blocks, run.num_ssd_blocks) for run in placement.pull_plan]
+
+
+def test_the_ssd_counts_apart() -> None:
+    for ssd_rate, expected in ((1e9, [("k", 0, 40, 25)]), (1e7, [("k", 0, 15, 0)])):
+        scene, ids = Scene(), chain(40)
+        scene.worker("a", links("kvstore/k", ssd_bytes_per_s=ssd_rate))
+        scene.kvstore("k")
+        scene.hold("kvstore/k", ids[:15], Tier.RAM)
+        scene.hold("kvstore/k", ids[15:], Tier.SSD)
+        grant = scene.grant(scene.ask(ids))
+        assert runs(grant) == expected
+        terms = grant.explanation.terms
+        assert terms["saved_prefill_s"][0] > terms["pull_s"][0] > 0
+
+
+def test_memory_far_away_may_beat_an_ssd_here() -> None:
+    scene, ids = Scene(), chain(40)
+    scene.worker("a", links("kvstore/near", ssd_bytes_per_s=5e7), host="h")
+    scene.kvstore("near", host="h")
+    scene.kvstore("far", host="there")
+    scene.hold("kvstore/near", ids, Tier.SSD)
+    scene.hold("kvstore/far", ids, Tier.RAM)
+    assert runs(scene.grant(scene.ask(ids))) == [("far", 0, 40, 0)]
+
+
+def test_a_busy_holder_is_left_to_others() -> None:
+    scene, ids = Scene(), chain(40)
+    scene.worker("a")
+    for name in ("k", "l"):
+        scene.kvstore(name)
+        scene.hold(f"kvstore/{name}", ids, Tier.RAM)
+    pulling = HolderLinks("kvstore/k", in_flight_bytes=500e6)
+    # Another worker says that it pulls a lot from k.
+    scene.worker("b", replace(IDLE, holders=(pulling,), running_requests=16, waiting_requests=9))
+    grant = scene.grant(scene.ask(ids))
+    assert runs(grant) == [("l", 0, 40, 0)]
+    assert grant.explanation.terms["pull_queue_s"].max() == 0
+    # What this router has just granted counts as well, until it is over.
+    attempt = AttemptId("r", 1)
+    scene.table.grant(WorkerId("a"), attempt, PendingAttempt(1, 1, NOW_S, (("kvstore/l", 900e6),)))
+    busy = scene.grant(scene.ask(ids))
+    assert runs(busy) == [("k", 0, 40, 0)]
+    assert busy.explanation.terms["pull_queue_s"][busy.explanation.chosen] == pytest.approx(500e6 / NEAR.bytes_per_s)
+    scene.table.report(WorkerId("a"), replace(IDLE, admitted=("r/1",)), NOW_S)
+    assert runs(scene.grant(scene.ask(ids))) == [("l", 0, 40, 0)]
+
+
+def test_grants_spread_over_equal_holders() -> None:
+    scene, ids = Scene(), chain(40)
+    scene.worker("a")
+    for name in ("k", "l", "m"):
+        scene.kvstore(name)
+        scene.hold(f"kvstore/{name}", ids, Tier.RAM)
+    assert {runs(scene.grant(scene.ask(ids)))[0][0] for _ in range(6)} == {"k", "l", "m"}
+
+
+def test_figures_of_a_pair_are_its_own_and_fade() -> None:
+    scene, ids = Scene(), chain(40)
+    scene.worker("a", links("kvstore/k", bytes_per_s=1e6))
+    scene.kvstore("k", host="there")
+    scene.hold("kvstore/k", ids, Tier.RAM)
+    assert not scene.grant(scene.ask(ids)).pull_plan
+    # 40 blocks of 400 kB in a third of a second: 50 MB/s.
+    crossing = np.log(FAR.bytes_per_s / 50e6) / np.log(FAR.bytes_per_s / 1e6)
+    for freshness, pulled in ((crossing * 1.1, False), (crossing * 0.9, True)):
+        scene.table.report(WorkerId("a"), links("kvstore/k", bytes_per_s=1e6, freshness=freshness), NOW_S)
+        assert bool(scene.grant(scene.ask(ids)).pull_plan) == pulled
+    # A good figure does not fade.
+    scene.table.report(WorkerId("a"), links("kvstore/k", bytes_per_s=9e9, setup_s=0.001, freshness=0.0), NOW_S)
+    assert scene.grant(scene.ask(ids)).explanation.terms["pull_s"][0] == pytest.approx(0.001 + 40 * 4e5 / 9e9)
+    # Another worker knows nothing of it.
+    scene.worker("b")
+    scene.table.report(WorkerId("a"), links("kvstore/k", bytes_per_s=1e6), NOW_S)
+    assert scene.grant(scene.ask(ids)).worker_id == "b"
+
+
+def test_no_figures_stay_of_what_is_no_longer_reported() -> None:
+    scene = Scene()
+    both = replace(
+        IDLE, holders=(HolderLinks("kvstore/k", MeasuredLink(1e6, 1.0), None, 5.0), *links("kvstore/l").holders)
+    )
+    for name in ("a", "b"):
+        scene.worker(name, both)
+    table = scene.table.links
+    assert table.num_holders == 2
+    assert table.queue_bytes(["kvstore/k", "kvstore/l"]).tolist() == [10.0, 0.0]
+    scene.table.report(WorkerId("a"), IDLE, NOW_S)
+    rows = np.array([scene.table.workers[WorkerId(name)].row for name in ("a", "b")])
+    same_host = np.ones((2, 1), np.bool_)
+    assert table.links(rows, ["kvstore/k"], same_host).bytes_per_s[:, 0].tolist() == [NEAR.bytes_per_s, 1e6]
+    scene.table.grant(WorkerId("b"), AttemptId("r", 1), PendingAttempt(1, 1, NOW_S, (("kvstore/k", 7.0),)))
+    assert table.queue_bytes(["kvstore/k"])[0] == 12.0
+    scene.table.forget(WorkerId("b"))
+    assert table.num_holders == 0
+    assert table.queue_bytes(["kvstore/k"])[0] == 0.0
