@@ -24,6 +24,7 @@ from services.kvstore.arena import Arena
 from services.kvstore.clearing import Clearing
 from services.kvstore.config import KvStoreSettings
 from services.kvstore.errors import StartFailed
+from services.kvstore.metrics import show_at_zero
 from services.kvstore.ram_tier import RamTier
 from services.kvstore.replication import Replication
 from services.kvstore.service import KvStoreServicer
@@ -39,6 +40,7 @@ _log = structlog.get_logger()
 
 async def run_node(settings: KvStoreSettings, instance: str, metrics_address: str) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartFailed or ConfigurationError."""
+    show_at_zero()
     stop = stop_event()
     secret = load_mesh_secret(settings)
     epoch = new_epoch()

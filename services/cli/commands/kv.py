@@ -9,8 +9,9 @@ import typer
 from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 from services.cli.commands.arguments import StateOption
-from services.cli.commands.ctl import JsonOption, SecretOption, mesh_secret, row, show_rows
+from services.cli.commands.ctl import JsonOption, SecretOption, mesh_secret, show_rows
 from services.cli.commands.kv_clear import clear
+from services.cli.commands.kv_figures import flat_fields, table
 from services.cli.commands.kv_nodes import (
     NodeOption,
     RedisOption,
@@ -40,14 +41,10 @@ def stats(
     """What each node holds in RAM and on SSD, and its counts since start."""
     url = redis_address(redis_url, state)
     answers, silent = asyncio.run(_stats(node, url, mesh_secret(secret_file, state), state))
-    rows = [_flat(answer) for answer in answers.values()]
     if as_json:
-        show_rows(rows, as_json)
-    else:
-        # One column for each node: there are more figures than nodes.
-        names = list(dict.fromkeys(name for one in rows for name in one))
-        columns = [{"": name, **{str(one["kvstore_id"]): one.get(name, "-") for one in rows}} for name in names]
-        show_rows(columns, False)
+        show_rows([flat_fields(answer) for answer in answers.values()], as_json)
+    elif answers:
+        show_rows(table(list(answers.values())), as_json)
     for address, reason in silent.items():
         typer.echo(f"node {address}: no answer ({reason})", err=True)
     if silent:
@@ -68,13 +65,3 @@ async def _stats(
     if not addresses:
         raise CliError("no node is known: --node, --redis-url or a local mesh is needed")
     return await ask_nodes(addresses, ask)
-
-
-def _flat(answer: kvstore_pb2.StatsResponse) -> dict[str, object]:
-    """Figures of the SSD and of replication beside the others; a node without an SSD tier has none of the former."""
-    fields = row(answer)
-    for part in ("ssd", "replication"):
-        fields.pop(part, None)
-        if answer.HasField(part):
-            fields.update({f"{part}_{name}": value for name, value in row(getattr(answer, part)).items()})
-    return fields
