@@ -132,13 +132,13 @@ class Store:
             raise
         if len(entries) < len(request.ids) and stop == STOP_COMPLETE:
             stop = STOP_MISSING
-        self._served(entries, request)
+        self._served(request.ids[: len(entries)], request)
         return self._lend(request, entries[:num_ram], entries[num_ram:], stop)
 
     def was_read(self, request: PullRequest, duration_s: float) -> None:
         """A peer on this host has read these blocks in RAM by the directory."""
         entries = note_read(self._ram, self.totals, request, duration_s)
-        self._served(entries, request)
+        self._served([entry.block_id for entry in entries], request)
         if self.ssd is not None:
             self.ssd.used(entries)
 
@@ -221,9 +221,9 @@ class Store:
         below_owners = self.ssd.tier.drop_dead(self.generations.is_dead) if self.ssd is not None else []
         return [entry.owner for entry in gone], below_owners
 
-    def _served(self, entries: Sequence[Entry], request: PullRequest) -> None:
-        if self.on_served is not None and entries:
-            self.on_served([entry.block_id for entry in entries], request.same_host, self.totals.open_leases)
+    def _served(self, ids: Sequence[BlockId], request: PullRequest) -> None:
+        if self.on_served is not None and ids:
+            self.on_served(ids, request.same_host, self.totals.open_leases)
 
     def _lend(self, request: PullRequest, ram: list[Entry], ssd: list[Entry], stop: str) -> StoreLease:
         self.totals.leased(len(ram), len(ssd), len(request.ids) - len(ram) - len(ssd))

@@ -1,9 +1,11 @@
 """Which kvstore node a worker pushes to: one on its own host, else by rendezvous hashing over the living nodes. Pure.
 
-A node that came lately, or came back, has a small weight that grows to the full one, and one on this host is preferred
-only as far as its weight says, so that a young node is not met by everybody's blocks at once. A node that repeatedly
-failed is left, before its lease ends, until a probe finds it alive or it starts anew; each time it fails again soon,
-the first probe comes later.
+A node that came after others, or came back, has a small weight that grows to the full one in the ramp's time, or in as
+much time as it came after the oldest if that is less: those that start together need no ramp. One on this host is
+preferred only as far as its weight says, so that a young node is not met by everybody's blocks at once.
+
+A node that repeatedly failed is left, before its lease ends, until a probe finds it alive or it starts anew; each time
+it fails again soon, the first probe comes later.
 """
 
 from __future__ import annotations
@@ -44,9 +46,13 @@ class PushTargets:
         """The node to push to, NO_TARGET when none is alive. `records` are all that is known."""
         nodes = {record.id: record for record in records if record.kind == "kvstore"}
         self._forget(nodes)
-        weights = {name: self._weight(node, now_s) for name, node in nodes.items() if not self._is_left(name)}
-        if not weights:
+        since_s = {name: self._since_s(node) for name, node in nodes.items() if not self._is_left(name)}
+        if not since_s:
             return NO_TARGET
+        oldest_s = min(since_s.values())
+        weights = {
+            name: ramp_weight(now_s - one_s, min(self._ramp_s, one_s - oldest_s)) for name, one_s in since_s.items()
+        }
         best = nodes[ranking(self._worker_id.encode(), self._near(nodes, weights))[0]]
         return PushTarget(best.id, best.epoch, best.pull_address, best.transfer_grpc_address or best.grpc_address)
 
@@ -87,12 +93,11 @@ class PushTargets:
         share = max(near.values()) / max(weights.values())
         return near if draw(self._worker_id.encode(), f"host {self._host}") < share else far
 
-    def _weight(self, node: LocationRecord, now_s: float) -> float:
+    def _since_s(self, node: LocationRecord) -> float:
+        """When the node came, or came back."""
         known = self._trouble.get(node.id)
-        since_s = float(node.started_s)
-        if known is not None and known.returned_s is not None:
-            since_s = max(since_s, known.returned_s)
-        return ramp_weight(now_s - since_s, self._ramp_s)
+        returned_s = known.returned_s if known is not None else None
+        return max(float(node.started_s), returned_s or 0.0)
 
     def _is_left(self, name: str) -> bool:
         known = self._trouble.get(name)

@@ -20,7 +20,7 @@ _OTHERS = 6
 @pytest.fixture(scope="module")
 def nodes_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """Over gRPC a puller on the same host counts as one of another host."""
-    options = ("--workers", "1", "--kvstores", "2", "--kv-cache-mb", "32", "--kvstore-mb", "256")
+    options = ("--workers", "1", "--kvstores", "2", "--kv-cache-mb", "64", "--kvstore-mb", "512")
     env = {"KVMESH_TRANSPORT": "grpc", "KVMESH_REPLICATE_LEASES": "2", "KVMESH_REPLICATE_WINDOW_S": "120"}
     with running_mesh(tmp_path_factory.mktemp("nodes"), *options, env=env) as running:
         yield running
@@ -71,11 +71,17 @@ def test_a_copied_prefix_outlives_its_node_and_any_other_is_computed_again(nodes
     other = next(name for name in names if name != holder)
     assert of_node(mesh, other, "stored_blocks") == 0
     for number in (1, 2):
-        forget(mesh, 100 * number)
+        forget(mesh, 10 * number)
         again = complete(mesh, 0)
         assert text(again) == text(first)
         assert cached(again) > 400, "pulled from the node"
     wait_for(lambda: of_node(mesh, other, "replicated_blocks_total") >= 25, within_s=20, what="copied")
+
+    hits = {name: of_node(mesh, name, "hit_blocks_total") for name in names}
+    for number in range(4):
+        forget(mesh, 200 + 10 * number)
+        assert text(complete(mesh, 0)) == text(first)
+    assert all(of_node(mesh, name, "hit_blocks_total") > hits[name] for name in names), "both serve"
 
     kill(mesh, holder)
     forget(mesh, 300)

@@ -81,6 +81,12 @@ def test_where_all_are_young_nobody_waits() -> None:
     assert choices([node("only", age_s=0)])["w0"] == "only"
 
 
+def test_nodes_that_start_together_are_equals_from_then_on() -> None:
+    nodes = [node(f"n{i}", age_s=-i) for i in range(4)]
+    settled = choices(nodes, NOW_S + 10 * RAMP_S)
+    assert all(choices(nodes, NOW_S + after_s) == settled for after_s in (6, 10, 30, RAMP_S))
+
+
 def test_a_failing_node_is_left_probed_and_taken_back_by_the_ramp() -> None:
     nodes = [node("a"), node("b")]
     worker = next(t for t in map(targets, map(str, range(99))) if t.choose(nodes, NOW_S).location_id == "a")
