@@ -55,6 +55,7 @@ def test_memory_is_bounded_and_goes_with_the_window() -> None:
     assert len(demand) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_copies_of_copies_stay_with_a_bounded_set_of_nodes(num_nodes: int, limit: int) -> None:
     """Every node that holds the chain asks on as long as it may; whoever was asked holds it and asks too."""
@@ -101,6 +102,7 @@ def test_a_longer_chain_is_asked_for_anew() -> None:
     assert plan.is_due(ids[5], 0.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5000), max_size=50))
 def test_a_pace_is_kept(sizes: list[int]) -> None:
     pace, now_s = Pace(1000.0), 0.0
