@@ -34,7 +34,7 @@ from services.kvstore.ssd_keys import KEY_FILE_BYTES, OwnerKeys
 # Most that is read at once.
 READ_BYTES = 2 * 2**20
 BEFORE_DATA, MID_RECORD, BEFORE_COMMIT, MID_COMMIT = "before data", "mid-record", "before commit", "mid-commit"
-BEFORE_REMOVE, AFTER_REMOVE = "before remove", "after remove"
+BEFORE_COPY, BEFORE_REMOVE, AFTER_REMOVE = "before copy", "before remove", "after remove"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,7 @@ class SegmentLog:
             place = places[index]
             self._segments[place.segment].read_into(place.offset, memory)
 
+        self._reached(BEFORE_COPY)
         return self._append([place.record for place in places], fill)
 
     def read(self, wanted: Sequence[Wanted]) -> list[str]:

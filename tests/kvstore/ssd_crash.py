@@ -1,7 +1,8 @@
 """A process that stores chains and kills itself at a named step of the write path: `python -m tests.kvstore.ssd_crash`.
 
-Arguments: directory, step, how often it is passed before, chains to push, chains to push at once. It prints what it
-has committed.
+Arguments: directory, step, how often it is passed before, chains to push, chains to push at once. A step may be two,
+joined by THEN: the second one counts only after the first. Chain 0 is wanted again and again, so that it is
+copied forward. It prints what it has committed.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from tests.common.transfer.blocks import chain
 from tests.kvstore.ssd import SEGMENT_BYTES, flushed, opened, push
 
 CHAIN_BLOCKS = 6
+THEN = " then "
 
 
 class Killer:
     """Ends the process at one step."""
 
     def __init__(self, step: str, passes: int) -> None:
-        self._step = step
+        *self._before, self._step = step.split(THEN)
         self._passes = passes
 
     def reached(self, step: str) -> None:
         """SIGKILL at the step."""
-        if step == self._step:
+        if self._before:
+            if step == self._before[0]:
+                del self._before[0]
+        elif step == self._step:
             if self._passes == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             self._passes -= 1
@@ -46,6 +51,8 @@ async def main(path: Path, step: str, passes: int, chains: int, together: int) -
             if (number + 1) % together:
                 continue
             await flushed(one)
+            for block_id in chain(CHAIN_BLOCKS, 0):
+                one.layer.tier.mark_hot(block_id)
             held = [i for i in range(number + 1) if chain(CHAIN_BLOCKS, i)[-1] in one.layer.tier]
             print(*held, flush=True)
 

@@ -14,10 +14,18 @@ import pytest
 
 from services.common.announcements import Tier
 from services.kvstore.ssd_format import PAGE_BYTES
-from services.kvstore.ssd_log import AFTER_REMOVE, BEFORE_COMMIT, BEFORE_DATA, BEFORE_REMOVE, MID_COMMIT, MID_RECORD
+from services.kvstore.ssd_log import (
+    AFTER_REMOVE,
+    BEFORE_COMMIT,
+    BEFORE_COPY,
+    BEFORE_DATA,
+    BEFORE_REMOVE,
+    MID_COMMIT,
+    MID_RECORD,
+)
 from tests.common.transfer.blocks import chain
 from tests.kvstore.ssd import Opened, flushed, opened, pull, push, settings
-from tests.kvstore.ssd_crash import CHAIN_BLOCKS
+from tests.kvstore.ssd_crash import CHAIN_BLOCKS, THEN
 
 _ROOT = Path(__file__).parents[2]
 # Enough to reclaim several segments.
@@ -74,6 +82,30 @@ async def test_a_kill_at_any_step_loses_at_most_what_was_not_committed(tmp_path:
         await flushed(one)
     async with opened(tmp_path) as one:
         assert len(await pull(one.store, chain(CHAIN_BLOCKS, 200))) == CHAIN_BLOCKS
+        assert used(tmp_path) <= settings(tmp_path).ssd_bytes + 2 * PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("step", "passes"),
+    [
+        (BEFORE_COPY, 0),
+        (BEFORE_COPY + THEN + MID_RECORD, 0),
+        (BEFORE_COPY + THEN + MID_RECORD, 12),
+        (BEFORE_COPY + THEN + BEFORE_COMMIT, 0),
+        (BEFORE_COPY + THEN + BEFORE_REMOVE, 0),
+        (BEFORE_COPY + THEN + AFTER_REMOVE, 0),
+    ],
+)
+async def test_a_kill_while_space_is_reclaimed_loses_nothing_that_is_kept(
+    tmp_path: Path, step: str, passes: int
+) -> None:
+    """What is copied forward is in the old segment or in the new one at every moment, or in both."""
+    committed = crash(tmp_path, step, passes)
+    assert 0 in committed
+    async with opened(tmp_path) as one:
+        found = await check_all(one)
+        assert found[0] == CHAIN_BLOCKS
+        assert found[committed[-1]] == CHAIN_BLOCKS
         assert used(tmp_path) <= settings(tmp_path).ssd_bytes + 2 * PAGE_BYTES
 
 
@@ -177,6 +209,33 @@ async def test_a_disk_that_fails_reads_ends_the_tier(tmp_path: Path, monkeypatch
         assert await push(one.store, chain(CHAIN_BLOCKS, 99)) == CHAIN_BLOCKS
         assert await pull(one.store, chain(CHAIN_BLOCKS, 99)) == ["ram"] * CHAIN_BLOCKS
         assert set(one.announced.tiers.values()) == {Tier.RAM}
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync", "posix_fallocate"])
+async def test_a_disk_that_fails_writes_ends_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """What was committed before is there after a restart, and of what failed nothing."""
+    async with opened(tmp_path) as one:
+        for number in range(3):
+            await push(one.store, chain(CHAIN_BLOCKS, number))
+            await flushed(one)
+
+        def fail(*_: object) -> int:
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(os, call, fail)
+            for number in range(3, 12):
+                assert await push(one.store, chain(CHAIN_BLOCKS, number)) == CHAIN_BLOCKS
+                await flushed(one)
+        assert one.layer.tier.statistics().state == "OSError: Input/output error"
+        assert set(one.announced.tiers.values()) == {Tier.RAM}
+        assert await pull(one.store, chain(CHAIN_BLOCKS, 11)) == ["ram"] * CHAIN_BLOCKS
+    async with opened(tmp_path) as one:
+        found = await check_all(one, 12)
+        assert [found[number] for number in range(3)] == [CHAIN_BLOCKS] * 3
+        assert found[11] == 0
 
 
 async def test_reads_pin_what_reclaim_wants(tmp_path: Path) -> None:
