@@ -180,10 +180,11 @@ class NodeClient:
         assert isinstance(response, kvstore_pb2.StatsResponse)
         return response
 
-    async def clear(self, owner: bytes) -> None:
-        """Drop an owner's blocks."""
+    async def clear(self, owner: bytes) -> int:
+        """Begin a generation of an owner's tenant. Returns how many older blocks in RAM went."""
         request = kvstore_pb2.ClearRequest(owner_digest=owner)
-        await self._stub.Clear(request, metadata=self._metadata, timeout=_CALL_DEADLINE_S)
+        response = await self._stub.Clear(request, metadata=self._metadata, timeout=_CALL_DEADLINE_S)
+        return int(response.ram_blocks)
 
     async def written(self, max_queued_bytes: int, block_bytes: int) -> None:
         """Wait until no more than this much waits for the SSD."""

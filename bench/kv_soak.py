@@ -33,6 +33,7 @@ from bench.kv_node import INSTANCE, SECRET, Node, NodeClient, Prompt, Pusher, bl
 from bench.kv_probe import Probe, Sample
 from bench.kv_table import Machine
 from services.common.announcer import STREAM_ENTRIES
+from services.common.blocks import TENANT_TAG_BYTES, owner_of, split_owner
 from services.common.telemetry import configure_logging
 from services.common.transfer.grpc_client import GrpcTransport
 from services.common.transfer.header import verify_block
@@ -95,6 +96,7 @@ class Done:
     asked_blocks: int = 0
     pulled_blocks: int = 0
     clears: int = 0
+    cleared_blocks: int = 0
     restarts: int = 0
     duration_s: float = 0.0
 
@@ -110,7 +112,8 @@ class Soak:
         self._folder = folder
         self._redis_url = redis_url
         self._random = random.Random(plan.seed)
-        self._owners = [bytes([number + 1] * 16) for number in range(plan.owners)]
+        # Their present generations.
+        self._owners = [owner_of(bytes([number + 1] * TENANT_TAG_BYTES), 0) for number in range(plan.owners)]
         # As many as fill the node twice: half of what is asked for has gone.
         self._known: deque[Prompt] = deque(maxlen=max(8, 2 * plan.capacity_blocks // (_MAX_PROMPT_BLOCKS // 2)))
         self._transports: list[Transport] = [ShmTransport(SECRET.pull_key, []), GrpcTransport(SECRET)]
@@ -178,7 +181,13 @@ class Soak:
             await self._pull(node, self._random.choice(self._known))
         if self._random.randrange(self.plan.clear_every) == 0:
             self.done.clears += 1
-            await client.clear(self._random.choice(self._owners))
+            self.done.cleared_blocks += await self._clear(client, self._random.randrange(len(self._owners)))
+
+    async def _clear(self, client: NodeClient, number: int) -> int:
+        """An owner's next generation begins. Returns how many blocks in RAM went."""
+        tag, generation = split_owner(self._owners[number])
+        self._owners[number] = owner_of(tag, generation + 1)
+        return await client.clear(self._owners[number])
 
     def _length(self) -> int:
         return self._random.randint(1, _MAX_PROMPT_BLOCKS)
@@ -196,6 +205,8 @@ class Soak:
         result = await transport.pull(node.peer, PullRequest(ids, 0, _PULL_DEADLINE_S), buffers, on_block)
         self.done.asked_blocks += len(ids)
         self.done.pulled_blocks += result.num_blocks
+        if result.num_blocks and prompt.owner not in self._owners:
+            raise RuntimeError("a block of an owner that was cleared")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ async def test_nothing_grows(tmp_path: Path, valkey: Valkey) -> None:
     assert run.done.pushed_blocks >= 10 * _PLAN.capacity_blocks
     assert run.done.restarts == _PLAN.restarts
     assert run.done.clears > 0
+    assert run.done.cleared_blocks > 0
     assert 0 < run.done.pulled_blocks < run.done.asked_blocks
     assert run.samples[-1].ssd_blocks > _PLAN.ram_bytes // _PLAN.block_bytes
 
