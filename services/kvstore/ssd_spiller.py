@@ -17,7 +17,8 @@ from services.kvstore.ram_tier import SMALL_FRACTION, Entry, RamTier
 from services.kvstore.ssd_format import MAX_FRAME_RECORDS
 from services.kvstore.ssd_frames import frame_share
 from services.kvstore.ssd_log import NewBlock
-from services.kvstore.ssd_tier import Spill, SsdTier
+from services.kvstore.ssd_quota import Spill
+from services.kvstore.ssd_tier import SsdTier
 
 # A short queue waits this long for more, so that few blocks do not cost a frame each.
 _GATHER_S = 0.02

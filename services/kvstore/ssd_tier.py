@@ -16,12 +16,13 @@ from typing import TypeVar
 
 import structlog
 
-from services.common.blocks import BlockId, split_owner
+from services.common.blocks import BlockId
 from services.kvstore.metrics import SsdTotals
 from services.kvstore.ssd_frames import FRAME_BYTES, frame_bytes, frames, places_bytes
 from services.kvstore.ssd_index import SsdEntry, SsdIndex
 from services.kvstore.ssd_keys import TooManyOwners
 from services.kvstore.ssd_log import NewBlock, Place, SegmentLog, Wanted
+from services.kvstore.ssd_quota import Quota, Spill
 from services.kvstore.ssd_recovery import recover
 
 READ_THREADS = 4
@@ -40,16 +41,6 @@ _CLOSED = "closed"
 _IDLE_OWNERS = 32
 _log = structlog.get_logger()
 _R = TypeVar("_R")
-
-
-@dataclass(frozen=True, slots=True)
-class Spill:
-    """A block to be written: its identity beside what the log stores. is_wanted: asked before it is written."""
-
-    block_id: BlockId
-    parent_id: BlockId | None
-    block: NewBlock
-    is_wanted: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +75,7 @@ class SsdTier:
         self._log = log
         self._index = SsdIndex()
         self._lost = lost
-        self._owner_limit = owner_bytes
+        self._quota = Quota(owner_bytes)
         self._clock = clock
         self._off = ""
         self._pins: dict[int, int] = {}
@@ -126,7 +117,7 @@ class SsdTier:
             self.switch_off(error)
             return []
         self._index = index
-        self._shrink_to_quota()
+        self._quota.shrink(index, self._log.keys.owners)
         ids = [block_id for block_id in ids if block_id in index]
         self.totals.held(len(ids), index.num_bytes)
         self.totals.open_s = time.monotonic() - started_s
@@ -199,7 +190,8 @@ class SsdTier:
         async with self._writing:
             oldest_s = self._oldest_s()
             new = [one for one in spills if one.block_id not in self._index and one.is_wanted()]
-            wanted = self._within_quota([one for one in new if one.block.created_s >= oldest_s])
+            young = [one for one in new if one.block.created_s >= oldest_s]
+            wanted = self._quota.make_room(self._index, young, self._drop)
             if self._off or not wanted:
                 return 0
             started_s = time.monotonic()
@@ -320,33 +312,6 @@ class SsdTier:
     def _insert(self, spill: Spill, place: Place) -> bool:
         block = spill.block
         return self._index.insert(SsdEntry(spill.block_id, spill.parent_id, block.owner, len(block.payload), place))
-
-    def _within_quota(self, spills: list[Spill]) -> list[Spill]:
-        """Those that their owner has room for, after its oldest leaves went for them."""
-        if not self._owner_limit:
-            return spills
-        spared = {spill.parent_id for spill in spills if spill.parent_id is not None}
-        fitting: list[Spill] = []
-        planned: dict[bytes, int] = {}
-        for spill in spills:
-            owner, size = spill.block.owner, len(spill.block.payload)
-            tenant = split_owner(owner)[0]
-            while self._index.owner_bytes(owner) + planned.get(tenant, 0) + size > self._owner_limit:
-                victim = self._index.quota_victim(owner, spared)
-                if victim is None:
-                    return fitting
-                self._drop([victim])
-            planned[tenant] = planned.get(tenant, 0) + size
-            fitting.append(spill)
-        return fitting
-
-    def _shrink_to_quota(self) -> None:
-        """After a restart with another quota, or with records that had been dropped for one."""
-        for owner in self._log.keys.owners if self._owner_limit else ():
-            while self._index.owner_bytes(owner) > self._owner_limit:
-                if (victim := self._index.quota_victim(owner, ())) is None:
-                    break
-                self._index.remove([victim])
 
     def _account(self, entries: Sequence[SsdEntry], results: Sequence[str | OSError]) -> int:
         good = 0
