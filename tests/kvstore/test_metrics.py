@@ -32,6 +32,11 @@ NOT_MOVED = (
     "kvmesh_kvstore_dropped_blocks_total",
     "kvmesh_kvstore_copied_blocks_total",
     "kvmesh_kvstore_open_leases",
+    "kvmesh_kvstore_replication_asked_total",
+    "kvmesh_kvstore_replication_refused_total",
+    "kvmesh_kvstore_replication_failures_total",
+    "kvmesh_kvstore_replicated_blocks_total",
+    "kvmesh_kvstore_replicated_bytes_total",
 )
 
 

@@ -25,6 +25,7 @@ from tests.common.transfer.test_transports import BLOCK_BYTES, Pulled, pull
 from tests.kvstore.conftest import KvStoreProcess, StartKvStore
 from tests.kvstore.ssd import owner
 from tests.kvstore.test_node import announced, stats
+from tests.support.mesh import scrape, total
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually_async
 
@@ -113,6 +114,10 @@ async def test_a_hot_prefix_is_copied_and_nothing_else(
         return await announced(valkey, "kv-2") == set(ids[:12])
 
     await eventually_async(listed)
+    asking, copying = scrape(first.ready["metrics"]), scrape(second.ready["metrics"])
+    assert total(asking, "kvmesh_kvstore_replication_asked_total", answer="accepted") == 1
+    assert total(copying, "kvmesh_kvstore_replicated_blocks_total") == 12
+    assert total(copying, "kvmesh_kvstore_replicated_bytes_total") == 12 * BLOCK_BYTES
     lines = [line for line in second.log() if line["event"] == "a chain was copied"]
     assert [(line["kvstore_id"], line["blocks"], line["error"]) for line in lines] == [("kv-1", 12, "")]
     assert all(block_id.hex() not in str(first.log() + second.log()) for block_id in ids)
@@ -198,6 +203,7 @@ async def test_a_lost_source_leaves_a_good_prefix_and_is_counted(
     await eventually_async(lambda: failures(2), timeout_s=20)
     assert (await replication(second)).replicated_blocks == 0
     assert (await stats(second)).ram_blocks == 0
+    assert total(scrape(second.ready["metrics"]), "kvmesh_kvstore_replication_failures_total") == 2
 
 
 async def test_waiting_copies_are_bounded(
@@ -212,8 +218,8 @@ async def test_waiting_copies_are_bounded(
     assert 4 <= answers.count("") <= 7
     assert answers.count("busy") == 12 - answers.count("")
     assert (await replication(second)).refused_copies == answers.count("busy")
-    # The pace: 8 blocks are 1.5 MiB, so that the third chain is not there before three seconds.
-    second.end()
+    counted = total(scrape(second.ready["metrics"]), "kvmesh_kvstore_replication_refused_total", reason="busy")
+    assert counted == answers.count("busy")
 
 
 async def test_a_cleared_owner_is_not_brought_back_and_quotas_hold(
