@@ -206,7 +206,7 @@ async def test_a_lost_source_leaves_a_good_prefix_and_is_counted(
     assert total(scrape(second.ready["metrics"]), "kvmesh_kvstore_replication_failures_total") == 2
 
 
-async def test_waiting_copies_are_bounded(
+async def test_waiting_copies_and_their_pace_are_bounded(
     transport: Transport, transport_name: str, start_kvstore: StartKvStore
 ) -> None:
     first = start_kvstore(transport_name)
@@ -214,12 +214,20 @@ async def test_waiting_copies_are_bounded(
     chains = [chain(8, number) for number in range(12)]
     for ids in chains:
         await push(transport, first, ids)
+    started_s = time.monotonic()
     answers = [(await ask(second, ids, first)).refused for ids in chains]
     assert 4 <= answers.count("") <= 7
     assert answers.count("busy") == 12 - answers.count("")
     assert (await replication(second)).refused_copies == answers.count("busy")
     counted = total(scrape(second.ready["metrics"]), "kvmesh_kvstore_replication_refused_total", reason="busy")
     assert counted == answers.count("busy")
+
+    async def three_chains() -> bool:
+        return (await replication(second)).replicated_blocks >= 24
+
+    await eventually_async(three_chains, timeout_s=20)
+    # Two chains went before the third began.
+    assert time.monotonic() - started_s >= 2 * 8 * BLOCK_BYTES / 2**20
 
 
 async def test_a_cleared_owner_is_not_brought_back_and_quotas_hold(
