@@ -165,6 +165,10 @@ def disk_path(cell: Cell, target: Buffers, file: DiskFile) -> Fetch:
     return fetch
 
 
+class ShortAnswer(Exception):
+    """A pull ended before its last block."""
+
+
 @dataclass(slots=True)
 class Seen:
     """What pulls turned out to be: the tiers that blocks came from, and how blocks in shared memory were found."""
@@ -211,6 +215,6 @@ def transport_path(
             seen.paths |= {ONE_SIDED} if after.read_blocks > before.read_blocks else set()
             seen.paths |= {ASKED} if after.lent_blocks > before.lent_blocks else set()
         if result.num_blocks != cell.in_flight:
-            raise RuntimeError(f"{transport.name}: {result.num_blocks} of {cell.in_flight} blocks, {result.stop}")
+            raise ShortAnswer(f"{transport.name}: {result.num_blocks} of {cell.in_flight} blocks, {result.stop}")
 
     return fetch

@@ -63,7 +63,7 @@ async def measure_ram(
 async def run_rounds(paths: Sequence[Measured], rounds: int, seconds: float) -> None:
     """One call of each that does not count, then each in turn, `rounds` times."""
     for path in paths:
-        await path.fetch()
+        await path.call()
     for _ in range(rounds):
         for path in paths:
             await path.run_round(seconds)

@@ -82,7 +82,8 @@ def _texts(row: Row, part: Sequence[Row]) -> list[str]:
 
 
 def _path(row: Row) -> str:
-    return f"{row['transport']}, {row['path']}" if row.get("path") else str(row["transport"])
+    detail = f", {row['path']}" if row.get("path") else ""
+    return f"{row['transport']}{detail}" + (f" ({row['failed']} failed)" if "failed" in row else "")
 
 
 def _ratios(row: Row, part: Sequence[Row]) -> list[str]:

@@ -18,6 +18,7 @@ from bench.kv_peers import OURS
 from bench.kv_ram import MEMCPY, TCP, measure_ram
 from bench.kv_ssd import measure_ssd
 from bench.kv_table import Machine, show, write
+from services.common.transfer.errors import PeerLost
 from services.common.transfer.grpc_client import GrpcTransport
 from services.common.transfer.protocol import Transport
 from services.common.transfer.shm_client import ShmTransport
@@ -80,6 +81,20 @@ async def test_a_promoted_block_is_not_cold() -> None:
     assert measured.row()["cache"] == "not shown to be cold"
     measured.seen.tiers.discard("ram")
     assert measured.row()["cache"] == "cold"
+
+
+async def test_failed_pulls_are_shown_and_few() -> None:
+    outcomes = iter([True, False, True, True])
+
+    async def fetch() -> None:
+        if not next(outcomes, False):
+            raise PeerLost("the peer is silent")
+
+    measured = Measured("ucx", _CELL, fetch)
+    await measured.run_round(0.0)
+    assert measured.row()["failed"] == 1
+    with pytest.raises(PeerLost):
+        await measured.run_round(0.0)
 
 
 async def test_the_page_cache_is_dropped(tmp_path: Path) -> None:
