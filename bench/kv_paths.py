@@ -176,6 +176,11 @@ class Seen:
     paths: set[str] = field(default_factory=set)
     tiers: set[str] = field(default_factory=set)
 
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self.paths.clear()
+        self.tiers.clear()
+
 
 class Wanted:
     """What pulls ask for, one after the other; two paths that share one never ask for the same soon after."""

@@ -64,6 +64,7 @@ async def run_rounds(paths: Sequence[Measured], rounds: int, seconds: float) -> 
     """One call of each that does not count, then each in turn, `rounds` times."""
     for path in paths:
         await path.call()
+        path.seen.clear()
     for _ in range(rounds):
         for path in paths:
             await path.run_round(seconds)

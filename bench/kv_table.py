@@ -87,7 +87,9 @@ def _path(row: Row) -> str:
 
 
 def _ratios(row: Row, part: Sequence[Row]) -> list[str]:
-    rates = {one["transport"]: one["gb_per_s"] for one in part if one["ceiling"]}
+    rates = {
+        one["transport"]: one["gb_per_s"] for one in part if one["ceiling"] and one["tier"] in ("ram", row["tier"])
+    }
     return [f"{row['gb_per_s'] / rates[name]:.2f}" if name in rates else "" for name in _RATIOS.values()]
 
 
