@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from bench import kv_peer_runs
 from bench.kv_measure import Measured, Row
 from bench.kv_node import SECRET, drop_from_page_cache, read_bytes_of
 from bench.kv_paths import ONE_SIDED, Buffers, Cell, DiskFile, Seen, disk_path
 from bench.kv_peer_runs import measure_peers
-from bench.kv_peers import OURS
+from bench.kv_peers import ENVIRONMENTS
 from bench.kv_ram import MEMCPY, TCP, measure_ram
 from bench.kv_ssd import measure_ssd
 from bench.kv_table import Machine, show, write
@@ -22,6 +23,7 @@ from services.common.transfer.errors import PeerLost
 from services.common.transfer.grpc_client import GrpcTransport
 from services.common.transfer.protocol import Transport
 from services.common.transfer.shm_client import ShmTransport
+from services.common.transfer.ucx_reactor import ucx_importable
 from tests.support.valkey import Valkey
 
 _CELL = Cell(256 * 1024, 8)
@@ -110,17 +112,22 @@ async def test_the_page_cache_is_dropped(tmp_path: Path) -> None:
             drop_from_page_cache(tmp_path)
 
 
-async def test_peers_have_rows_or_reasons(tmp_path: Path) -> None:
+async def test_peers_have_rows_or_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = ("ucxx tcp", "lmcache get")
+    monkeypatch.setattr(kv_peer_runs, "ENVIRONMENTS", {name: ENVIRONMENTS[name] for name in chosen})
     peers = await measure_peers(None, [(256 * 1024, 2)], rounds=1, seconds=_SECONDS)
-    named = {row["transport"] for row in peers.rows} | peers.left_out.keys()
-    assert named > set(OURS)
     assert peers.left_out["lmcache get"] == "no --peers"
-    broken = tmp_path / "bin"
-    broken.mkdir()
-    (broken / "python").write_text("#!/bin/sh\necho 'no such module' >&2\nexit 1\n")
-    (broken / "python").chmod(0o700)
+    if ucx_importable():
+        assert [(row["transport"], row["in_flight"], row["verified"]) for row in peers.rows] == [("ucxx tcp", 2, False)]
+    else:
+        assert peers.left_out.keys() == set(chosen)
+    script = tmp_path / "bin" / "python"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\necho 'no such module' >&2\nexit 1\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(kv_peer_runs, "ENVIRONMENTS", {"mooncake tcp": {}})
     peers = await measure_peers(tmp_path, [(256 * 1024, 2)], rounds=1, seconds=_SECONDS)
-    assert peers.left_out["mooncake tcp"] == "no such module"
+    assert (peers.rows, peers.left_out) == ([], {"mooncake tcp": "no such module"})
 
 
 def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
