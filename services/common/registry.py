@@ -69,6 +69,15 @@ def new_epoch() -> int:
     return time.time_ns() // 1000
 
 
+async def read_registry(client: RedisClient, *, keyspace: KeySpace | None = None) -> list[LocationRecord]:
+    """Who is registered now. Raises one of REDIS_ERRORS."""
+    keys = (keyspace or KeySpace()).registry()
+    _, _, packed = await _REGISTRY(
+        client, [keys.incarnation, keys.members, keys.changes], [keys.record_prefix, secrets.token_hex(8)]
+    )
+    return [msgspec.msgpack.decode(record, type=LocationRecord) for record in packed]
+
+
 class Registrar:
     """Keeps one record registered: `run` until cancelled, then `close` to withdraw it."""
 

@@ -92,6 +92,9 @@ def test_nothing_of_a_cleared_tenant_is_reused(mesh: Mesh) -> None:
     for tenant in (ONE, TWO):
         assert [tenant.cached(mesh, number) for number in PROMPTS] == [0] * len(PROMPTS)
         assert all(tenant.cached(mesh, number) > 0 for number in PROMPTS)
+    series = scrape(pages(mesh.state)["worker-0"])
+    for name in ("open_leases", "running_pulls", "queued_pushes"):
+        assert f"kvmesh_mover_{name}" in {re.split(r"[{ ]", one)[0] for one in series}
     before = settled(mesh)
     said = clear(mesh, ONE)
     for name in ("gateway/gateway-0", "gateway/gateway-1", "kvstore/kvstore-0", "kvstore/kvstore-1"):

@@ -17,10 +17,9 @@ from services.cli.commands.arguments import state_dir
 from services.cli.commands.ctl import local_addresses
 from services.cli.errors import CliError, NotRunningError
 from services.common.redis_client import REDIS_ERRORS, RedisClient, connect_redis
-from services.common.registry import RegistryWatcher
+from services.common.registry import read_registry
 from services.common.rpc import open_channel
 
-_REGISTRY_TIMEOUT_S = 3.0
 NodeOption = Annotated[
     list[str] | None,
     typer.Option("--node", help="Address of a node; repeat for more; default: all that Redis or the local mesh knows."),
@@ -79,14 +78,8 @@ async def redis_client(url: str) -> AsyncIterator[RedisClient]:
 
 
 async def _registered(client: RedisClient) -> list[str]:
-    watcher = RegistryWatcher(client)
-    running = asyncio.create_task(watcher.run())
     try:
-        async with asyncio.timeout(_REGISTRY_TIMEOUT_S):
-            await watcher.synced.wait()
+        records = await read_registry(client)
     except REDIS_ERRORS:
         raise CliError("redis does not answer") from None
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    return sorted(record.grpc_address for record in watcher.records.values() if record.kind == "kvstore")
+    return sorted(record.grpc_address for record in records if record.kind == "kvstore")

@@ -79,6 +79,7 @@ async def test_the_best_path_is_taken_and_logged_once() -> None:
         for _ in range(3):
             assert (await _pull(transport))[0].transport == "ucx"
         assert (await _pull(transport, PeerAddress("", "h:2")))[0].transport == "grpc"
+    assert transport.statistics().peers_by_transport == {"ucx": 1, "grpc": 1}
     paths = [line["transport"] for line in lines if line["event"] == "transfer path"]
     assert paths == ["shm", "shm", "ucx", "grpc"]
 
