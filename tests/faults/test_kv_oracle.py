@@ -40,7 +40,9 @@ _CACHE_MB = 40
 _NODE_BYTES = 2**29
 # The fault comes when so much of a prefix has arrived, and most of it has not.
 _FAULT_AFTER_BYTES = 6 * 2**20
-_BACK_WITHIN_S = 30.0
+_BACK_WITHIN_S = 60.0
+# A link that failed is tried again at once.
+_ENVIRONMENT = {"KVMESH_WORKER_PULL_HALF_LIFE_S": "0.5"}
 
 
 @dataclass
@@ -120,7 +122,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     try:
         with island() as link:
             valkey.start()
-            with running_mesh(state, *options) as mesh:
+            with running_mesh(state, *options, env=_ENVIRONMENT) as mesh:
 
                 def start_node() -> KvStoreProcess:
                     nodes.append(_start_node(folder, valkey, mesh, link))
