@@ -8,6 +8,7 @@ and not before all its KV heads are here.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -213,12 +214,14 @@ class Store:
 
     def drop_dead(self) -> tuple[list[bytes], list[bytes]]:
         """Drop the blocks of dead owners. Returns the owners, one for each block, of those in RAM and on the SSD."""
-        self.partials.clear(self.generations.is_dead)
-        gone = self._ram.clear(self.generations.is_dead)
+        # Blocks are many and owners few.
+        is_dead = functools.cache(self.generations.is_dead)
+        self.partials.clear(is_dead)
+        gone = self._ram.clear(is_dead)
         self.totals.cleared(len(gone), sum(entry.slot.num_bytes for entry in gone))
         below = self.ssd.cleared(gone) if self.ssd is not None else set()
         self._announcements.remove([entry.block_id for entry in gone if entry.block_id not in below])
-        below_owners = self.ssd.tier.drop_dead(self.generations.is_dead) if self.ssd is not None else []
+        below_owners = self.ssd.tier.drop_dead(is_dead) if self.ssd is not None else []
         return [entry.owner for entry in gone], below_owners
 
     def _served(self, ids: Sequence[BlockId], request: PullRequest) -> None:
