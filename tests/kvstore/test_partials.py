@@ -122,6 +122,15 @@ async def test_of_two_contents_the_first_verified_one_stays(opened: Opened) -> N
     opened.check()
 
 
+async def test_nothing_is_written_over_a_verified_part(opened: Opened) -> None:
+    ids = chain(1)
+    await push(opened.store, ids, LEFT)
+    for heads in (HeadRange(1, 2), HeadRange(0, 3)):
+        assert list((await offer(opened.store, ids, heads)).buffers) == []
+    await push(opened.store, ids, RIGHT)
+    assert await opened.pulled(ids) == 1
+
+
 async def test_a_bad_part_cuts_the_offer(opened: Opened) -> None:
     ids = chain(4)
     await push(opened.store, ids, LEFT)

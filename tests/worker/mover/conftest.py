@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import pytest_asyncio
 
 from services.common.blocks import BlockId, join_ids, split_ids
+from services.common.transfer.header import BlockFormat
+from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import PeerAddress
 from services.worker.ipc import AsyncLink
 from services.worker.messages import (
@@ -41,14 +43,29 @@ from tests.support.processes import clean_environment
 _ROOT = Path(__file__).parents[3]
 BLOCK_BYTES = 192 * 1024
 NUM_BLOCKS = 64
+_FORMAT = block_format(BLOCK_BYTES)
 T = TypeVar("T")
 
 
 class MoverProcess:
-    """Plays engine and front. Slots that hold a block are in `held`; pins are answered from there."""
+    """Plays engine and front. Slots that hold a block are in `held`; pins are answered from there.
 
-    def __init__(self, process: subprocess.Popen[bytes], pool: mmap.mmap, engine: Any, front: Any) -> None:
+    heads: those of each block that the mover's pool has.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        pool: mmap.mmap,
+        block_format: BlockFormat,
+        heads: HeadRange,
+        engine: Any,
+        front: Any,
+    ) -> None:
         self.process = process
+        self.format = block_format
+        self.heads = heads
+        self.slot_bytes = heads.count * block_format.head_bytes
         self.pool = memoryview(pool)
         self.engine: AsyncLink[FromMoverToEngine] = engine
         self.front: AsyncLink[FromMoverToFront] = front
@@ -68,13 +85,17 @@ class MoverProcess:
 
     def slot(self, index: int) -> memoryview:
         """Memory of a slot."""
-        return self.pool[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+        return self.pool[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def share(self, block: bytes) -> memoryview:
+        """The mover's heads of a whole block."""
+        return self.heads.share(memoryview(block), self.format.num_kv_heads)
 
     def fill(self, ids: list[BlockId], first_slot: int = 0) -> list[int]:
         """Put blocks into slots; returns them."""
         slots = list(range(first_slot, first_slot + len(ids)))
         for slot, block_id in zip(slots, ids, strict=True):
-            self.slot(slot)[:] = payload(block_id, BLOCK_BYTES)
+            self.slot(slot)[:] = self.share(payload(block_id, self.format.block_bytes))
             self.held[block_id] = slot
         return slots
 
@@ -147,8 +168,8 @@ async def start_mover() -> AsyncIterator[StartMover]:
     """Starts movers that end with the test."""
     started: list[tuple[MoverProcess, list[asyncio.Task[None]]]] = []
 
-    async def start(transport: str) -> MoverProcess:
-        mover = await _start(transport)
+    async def start(transport: str, expected: BlockFormat = _FORMAT, heads: HeadRange | None = None) -> MoverProcess:
+        mover = await _start(transport, expected, heads or expected.all_heads)
         tasks = [asyncio.ensure_future(mover.play_engine()), asyncio.ensure_future(mover.play_front())]
         started.append((mover, tasks))
         return mover
@@ -162,19 +183,19 @@ async def start_mover() -> AsyncIterator[StartMover]:
         mover.end()
 
 
-async def _start(transport: str) -> MoverProcess:
+async def _start(transport: str, expected: BlockFormat, heads: HeadRange) -> MoverProcess:
+    pool_bytes = NUM_BLOCKS * heads.count * expected.head_bytes
     descriptor = os.memfd_create("pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, NUM_BLOCKS * BLOCK_BYTES)
+    os.ftruncate(descriptor, pool_bytes)
     # As the engine does: mapped before the mover starts, which then lets nobody else write.
-    pool = mmap.mmap(descriptor, NUM_BLOCKS * BLOCK_BYTES)
+    pool = mmap.mmap(descriptor, pool_bytes)
     (engine, engine_theirs), (front, front_theirs) = socket.socketpair(), socket.socketpair()
-    expected = block_format(BLOCK_BYTES)
     config = {
         "engine_fd": engine_theirs.fileno(),
         "front_fd": front_theirs.fileno(),
         "pool_fd": descriptor,
         "num_blocks": NUM_BLOCKS,
-        "block_bytes": BLOCK_BYTES,
+        "block_bytes": expected.block_bytes,
         "num_kv_heads": expected.num_kv_heads,
         "listen_host": "127.0.0.1",
         "worker_id": "w-1",
@@ -182,7 +203,9 @@ async def _start(transport: str) -> MoverProcess:
         "model_digest_hex": expected.model_digest.hex(),
         "parent_pid": os.getpid(),
         "layout_version": 1,
-        "kv_dtype": "bfloat16",
+        "kv_dtype": expected.kv_dtype,
+        "first_head": heads.first,
+        "num_heads": heads.count,
         "block_shape": list(expected.segments[0].shape),
         "transport": transport,
     }
@@ -197,7 +220,7 @@ async def _start(transport: str) -> MoverProcess:
     front_theirs.close()
     engine_link: AsyncLink[FromMoverToEngine] = await AsyncLink.open(engine, FromMoverToEngine)
     front_link: AsyncLink[FromMoverToFront] = await AsyncLink.open(front, FromMoverToFront)
-    mover = MoverProcess(process, pool, engine_link, front_link)
+    mover = MoverProcess(process, pool, expected, heads, engine_link, front_link)
     try:
         async with asyncio.timeout(30):
             ready = await mover.front.receive()
