@@ -167,7 +167,7 @@ class PartialsMachine(RuleBasedStateMachine):
         if self.generation[owner] > 12:
             return
         self.generation[owner] += 1
-        self.run(Clearing(self.store).clear_older(owner_of(bytes([owner + 1]) * 8, self.generation[owner])))
+        self.run(Clearing(self.store).carry_out({bytes([owner + 1]) * 8: self.generation[owner]}))
 
     @invariant()
     def agrees(self) -> None:
