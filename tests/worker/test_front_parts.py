@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import msgspec
 import pytest
 from kvmesh.v1 import common_pb2, worker_pb2
 from opentelemetry import context as otel_context
@@ -15,19 +16,24 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from services.router.watch import load_of
 from services.worker import observation
-from services.worker.convert import chunk_proto, submit_message
+from services.worker.convert import chunk_proto, load_proto, submit_message
+from services.worker.link_rates import LinkRates
 from services.worker.load_board import LoadBoard
 from services.worker.messages import (
     AdmittedRequest,
     ChoiceOutput,
+    HolderRun,
     PositionLogprob,
     RequestFailed,
     RequestUsage,
+    RunTiming,
     StaleRequest,
 )
 from services.worker.rates import Rates
 from services.worker.streams import StreamTable
+from tests.worker.test_core import make_core
 
 USAGE = RequestUsage(1, 100, 20, 16, 0, 32, 0, 0.1, 0.2, 0.3)
 
@@ -117,6 +123,27 @@ def test_conversion_keeps_what_was_asked() -> None:
     chunk = chunk_proto(outputs).tokens
     assert (chunk.choice, list(chunk.token_ids)) == (1, [5, 6])
     assert chunk.logprobs[0].top[0].token_id == 5
+
+
+def test_routers_hear_what_was_learned_of_links() -> None:
+    board = LoadBoard()
+    board.ready = True
+    core = make_core()
+    links = LinkRates(1000)
+    run = HolderRun("kvstore", "n", 1, "a", "b", 0, 5, 2)
+    links.observe([run], [RunTiming(5, 2, 0.5, 1.0, "ok")], 0.0)
+    links.observe([HolderRun("worker", "w", 1, "a", "b", 0, 5)], [RunTiming(5, 0, 0.5, 1.0, "ok")], 0.0)
+    links.begin([run])
+    board.load = msgspec.structs.replace(core.load(0.0), holders=links.messages(30.0))
+    # The one used last comes last.
+    peer, node = load_of(load_proto(board)).holders
+    assert (node.location, node.memory, node.in_flight_bytes) == ("kvstore/n", None, 5000)
+    assert node.ssd is not None
+    assert node.ssd.setup_s == pytest.approx(links.ssd(run, 0.0).setup_s)
+    assert node.ssd.freshness == pytest.approx(0.5)
+    assert (peer.location, peer.ssd, peer.in_flight_bytes) == ("worker/w", None, 0)
+    assert peer.memory is not None
+    assert peer.memory.bytes_per_s > 0
 
 
 def test_rates_recover_from_a_slow_time() -> None:
