@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from kvmesh.v1 import common_pb2, worker_pb2
 
+from services.worker.link_messages import HolderLinks, MeasuredLink
 from services.worker.load_board import LoadBoard
 from services.worker.messages import (
     ChoiceOutput,
     EngineLoad,
-    HolderLinks,
     HolderRun,
-    MeasuredLink,
     PositionLogprob,
     RequestUsage,
     Sampling,

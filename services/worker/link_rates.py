@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.links import NEAR, SSD, Link, faded
-from services.worker.messages import HolderLinks, HolderRun, MeasuredLink, RunTiming
+from services.worker.link_messages import HolderLinks, MeasuredLink, RunTiming
+from services.worker.messages import HolderRun
 
 MAX_HOLDERS = 16
 _WEIGHT = 0.5

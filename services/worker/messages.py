@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from services.worker.link_messages import HolderLinks, RunTiming
+
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages."""
@@ -182,24 +184,6 @@ class RequestAborted(Message, frozen=True):
     traceparent: str
 
 
-class MeasuredLink(msgspec.Struct, frozen=True, array_like=True):
-    """What pulls from one tier of one holder have taught; freshness falls from 1 to 0 while none teaches anew."""
-
-    bytes_per_s: float
-    setup_s: float
-    freshness: float
-
-
-class HolderLinks(msgspec.Struct, frozen=True, array_like=True):
-    """Of one holder that this worker pulls from: its memory, its SSD, and what is being pulled from it now."""
-
-    kind: str
-    location_id: str
-    memory: MeasuredLink | None
-    ssd: MeasuredLink | None
-    in_flight_bytes: int
-
-
 class EngineLoad(Message, frozen=True):
     """Fields and meaning of proto WorkerLoad; sent every 100 ms and at admissions, finishes and ends of pulls.
 
@@ -277,20 +261,6 @@ class PinnedSlots(Message, frozen=True):
 
     key: int
     slots: list[int]
-
-
-class RunTiming(msgspec.Struct, frozen=True, array_like=True):
-    """How one run of a pull went: blocks that arrived, how many of them from an SSD, and the time.
-
-    first_block_s: from the run's start to its first block, 0 when none came. outcome: "ok" (everything came), "short"
-    (the holder had less), "late" (cut, or its deadline passed) or "failed" (no answer, a refusal, a wrong block).
-    """
-
-    num_blocks: int
-    num_ssd_blocks: int
-    first_block_s: float
-    seconds: float
-    outcome: str
 
 
 class PullCut(Message, frozen=True):

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.router.watch import load_of
 from services.worker import observation
 from services.worker.convert import chunk_proto, load_proto, submit_message
+from services.worker.link_messages import RunTiming
 from services.worker.link_rates import LinkRates
 from services.worker.load_board import LoadBoard
 from services.worker.messages import (
@@ -28,7 +29,6 @@ from services.worker.messages import (
     PositionLogprob,
     RequestFailed,
     RequestUsage,
-    RunTiming,
     StaleRequest,
 )
 from services.worker.rates import Rates

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.links import NEAR, SSD, Link, faded
+from services.worker.link_messages import RunTiming
 from services.worker.link_rates import MAX_HOLDERS, LinkRates
-from services.worker.messages import HolderRun, RunTiming
+from services.worker.messages import HolderRun
 
 BLOCK = 400_000
 HALF_LIFE_S = 30.0

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.link_messages import RunTiming
 from services.worker.link_rates import LinkRates
-from services.worker.messages import HolderRun, RunTiming
+from services.worker.messages import HolderRun
 from services.worker.pull_choice import PullChoice, choose_pull
 
 BLOCK = 400_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from services.worker.messages import RunTiming
+from services.worker.link_messages import RunTiming
 
 # A race that seems lost is looked at once more after this: what arrived while this process was kept from running
 # counts, whichever the loop hears of first.
