@@ -197,7 +197,8 @@ class WasRead(Control, frozen=True):
 
     def request(self) -> PullRequest:
         """The part of a pull that was read, without epoch and deadline. Raises ProtocolViolation."""
-        return PullRequest(_ids(self.ids), 0, 0.0, self.traceparent, self.request_id, _heads(self.heads))
+        heads = _heads(self.heads)
+        return PullRequest(_ids(self.ids), 0, 0.0, self.traceparent, self.request_id, heads, same_host=True)
 
 
 class ShownOffer(Control, frozen=True):

@@ -70,7 +70,12 @@ class Holder:
             offset = self.region.offset_of(block.payload)
             assert offset is not None
             assert self.directory.add(block_id, offset, len(block.payload), block.header)
-        return ShownDirectory(self.directory.region, lambda request, _: self.read.extend(request.ids))
+        return ShownDirectory(self.directory.region, self._was_read)
+
+    def _was_read(self, request: PullRequest, duration_s: float) -> None:
+        assert request.same_host
+        assert duration_s >= 0
+        self.read.extend(request.ids)
 
     async def lease(self, request: PullRequest) -> Lease:
         self.traceparents.append(request.traceparent)
