@@ -27,10 +27,6 @@ from services.worker.messages import (
     DrainEngine,
     EngineLoad,
     Message,
-    PinBlocks,
-    PullCut,
-    PullDone,
-    PushDone,
     PushTarget,
     RequestAborted,
     RequestFailed,
@@ -38,8 +34,8 @@ from services.worker.messages import (
     StaleRequest,
     StepOutput,
     Submit,
-    Unpin,
 )
+from services.worker.mover_messages import PinBlocks, PullCut, PullDone, PushDone, Unpin
 from services.worker.rates import Rates
 from services.worker.scheduler import Advance, Chunk, Scheduler
 from services.worker.sequence import Request, Status

@@ -26,8 +26,6 @@ from services.worker.messages import (
     EngineFailed,
     EngineLoad,
     Message,
-    MoverCounters,
-    NodeFailing,
     PushTarget,
     RequestAborted,
     RequestFailed,
@@ -35,6 +33,7 @@ from services.worker.messages import (
     StepOutput,
     Submit,
 )
+from services.worker.mover_messages import MoverCounters, NodeFailing
 from services.worker.observation import WorkerMetrics, record_aborted_spans
 from services.worker.push_target import NO_TARGET
 from services.worker.streams import Event, RequestStream, StreamTable

@@ -10,7 +10,8 @@ from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from services.worker.load_board import LoadBoard
-from services.worker.messages import EngineLoad, MoverCounters, RequestAborted, RequestUsage
+from services.worker.messages import EngineLoad, RequestAborted, RequestUsage
+from services.worker.mover_messages import MoverCounters
 
 _meter = metrics.get_meter("kvmesh.worker")
 _tracer = trace.get_tracer("kvmesh.worker")

@@ -14,7 +14,7 @@ from typing import Literal
 
 from services.common.blocks import BlockId, join_ids
 from services.worker.block_pool import BlockPool
-from services.worker.messages import PushBlocks, PushDone
+from services.worker.mover_messages import PushBlocks, PushDone
 from services.worker.push_memory import Node, PushMemory
 from services.worker.sequence import Request
 

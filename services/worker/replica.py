@@ -22,14 +22,8 @@ from services.worker.children import Child, SharedParts, secret_environment, sta
 from services.worker.config import WorkerSettings
 from services.worker.engine.config import EngineConfig
 from services.worker.errors import StartFailed
-from services.worker.messages import (
-    Configure,
-    EngineFailed,
-    EngineReady,
-    FromEngineToFront,
-    FromMoverToFront,
-    MoverReady,
-)
+from services.worker.messages import Configure, EngineFailed, EngineReady, FromEngineToFront
+from services.worker.mover_messages import FromMoverToFront, MoverReady
 
 _MOVER_TIMEOUT_S = 30.0
 T = TypeVar("T")

@@ -15,7 +15,8 @@ from opentelemetry import metrics
 
 from services.common.registry import LocationRecord, RegistryWatcher
 from services.common.rpc import open_channel
-from services.worker.messages import NodeFailing, PushTarget
+from services.worker.messages import PushTarget
+from services.worker.mover_messages import NodeFailing
 from services.worker.push_target import PushTargets
 
 # How often weights that grow are looked at; a change in the registry counts at once.

@@ -15,15 +15,8 @@ import msgspec
 from services.common.blocks import BlockId, join_ids, split_ids
 from services.worker.block_pool import BlockPool
 from services.worker.link_rates import LinkRates
-from services.worker.messages import (
-    CancelPull,
-    HolderRun,
-    PinBlocks,
-    PinnedSlots,
-    PullBlocks,
-    PullCut,
-    PullDone,
-)
+from services.worker.messages import HolderRun
+from services.worker.mover_messages import CancelPull, PinBlocks, PinnedSlots, PullBlocks, PullCut, PullDone
 from services.worker.pull_choice import choose_pull
 from services.worker.push_memory import Node
 from services.worker.pushes import Pushes, PushPolicy

@@ -24,15 +24,7 @@ from services.worker.messages import (
     Abort,
     AdmittedRequest,
     BlockChanges,
-    CancelPull,
     HolderRun,
-    PinBlocks,
-    PinnedSlots,
-    PullBlocks,
-    PullCut,
-    PullDone,
-    PushBlocks,
-    PushDone,
     PushTarget,
     RequestAborted,
     RequestFailed,
@@ -40,6 +32,16 @@ from services.worker.messages import (
     StaleRequest,
     StepOutput,
     Submit,
+)
+from services.worker.mover_messages import (
+    CancelPull,
+    PinBlocks,
+    PinnedSlots,
+    PullBlocks,
+    PullCut,
+    PullDone,
+    PushBlocks,
+    PushDone,
     Unpin,
 )
 from services.worker.pushes import PushPolicy

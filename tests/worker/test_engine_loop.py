@@ -23,19 +23,21 @@ from services.worker.messages import (
     DrainEngine,
     EngineLoad,
     FromEngineToFront,
-    FromEngineToMover,
     FromFrontToEngine,
-    FromMoverToEngine,
     HolderRun,
     Message,
-    PullBlocks,
-    PullDone,
-    PushBlocks,
     PushTarget,
     RequestFailed,
     RequestUsage,
     Sampling,
     StepOutput,
+)
+from services.worker.mover_messages import (
+    FromEngineToMover,
+    FromMoverToEngine,
+    PullBlocks,
+    PullDone,
+    PushBlocks,
 )
 from tests.worker.test_core import make_core, submit
 from tests.worker.toy import VOCAB, ToyRunner, expected_tokens, prefix_entries

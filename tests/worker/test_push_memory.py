@@ -9,7 +9,8 @@ import numpy as np
 from services.common.blocks import BlockId, split_ids
 from services.worker.block_pool import BlockPool
 from services.worker.link_rates import LinkRates
-from services.worker.messages import HolderRun, PullDone, PushBlocks, PushDone, Sampling
+from services.worker.messages import HolderRun, Sampling
+from services.worker.mover_messages import PullDone, PushBlocks, PushDone
 from services.worker.sequence import Request
 from services.worker.transfers import TransferLimits, Transfers
 

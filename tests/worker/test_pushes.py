@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.blocks import BlockId, split_ids
 from services.worker.block_pool import BlockPool
-from services.worker.messages import PushDone
+from services.worker.mover_messages import PushDone
 from services.worker.pushes import Pushes
 from tests.worker.test_push_memory import REQUEST, A
 

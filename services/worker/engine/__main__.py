@@ -26,16 +26,10 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.loop import EngineLoop
 from services.worker.ipc import Link
 from services.worker.link_rates import LinkRates
-from services.worker.messages import (
-    Configure,
-    EngineFailed,
-    EngineReady,
-    FromFrontToEngine,
-    FromMoverToEngine,
-    Message,
-)
+from services.worker.messages import Configure, EngineFailed, EngineReady, FromFrontToEngine, Message
 from services.worker.model.load import kv_layout, load_runner, open_model
 from services.worker.model.runner import CpuRunner
+from services.worker.mover_messages import FromMoverToEngine
 from services.worker.rates import Rates
 from services.worker.transfers import TransferLimits
 

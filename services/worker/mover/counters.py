@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.worker.messages import MoverCounters
+from services.worker.mover_messages import MoverCounters
 
 
 @dataclass(slots=True)

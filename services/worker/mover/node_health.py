@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.worker.messages import NodeFailing
+from services.worker.mover_messages import NodeFailing
 
 REST_S = 1.0
 FAILURES_UNTIL_LEFT = 3

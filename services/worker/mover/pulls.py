@@ -29,11 +29,12 @@ from services.common.transfer.protocol import (
     PullResult,
     Transport,
 )
-from services.worker.messages import CancelPull, HolderRun, PullBlocks, PullCut, PullDone
+from services.worker.messages import HolderRun
 from services.worker.mover.counters import Counters
 from services.worker.mover.node_health import NodeHealth
 from services.worker.mover.pool import INLINE_BYTES, SharedPool
 from services.worker.mover.pull_progress import PullProgress, Race
+from services.worker.mover_messages import CancelPull, PullBlocks, PullCut, PullDone
 
 MAX_CONCURRENT_PULLS = 256
 # Failures in a row after which pulls from a kvstore node rest.

@@ -15,15 +15,7 @@ from services.common.rpc import MeshServer
 from services.common.security import MeshSecret
 from services.common.transfer.endpoint import TransferEndpoint
 from services.worker.ipc import AsyncLink
-from services.worker.messages import (
-    CancelPull,
-    FromEngineToMover,
-    MoverReady,
-    PinnedSlots,
-    PullBlocks,
-    PushBlocks,
-    PushTarget,
-)
+from services.worker.messages import PushTarget
 from services.worker.mover.config import MoverConfig, MoverSettings
 from services.worker.mover.counters import Counters
 from services.worker.mover.node_health import NodeHealth
@@ -31,6 +23,14 @@ from services.worker.mover.pool import SharedPool
 from services.worker.mover.pulls import Puller
 from services.worker.mover.pushes import Pusher
 from services.worker.mover.serving import PinnedSource, RefusingSink
+from services.worker.mover_messages import (
+    CancelPull,
+    FromEngineToMover,
+    MoverReady,
+    PinnedSlots,
+    PullBlocks,
+    PushBlocks,
+)
 
 COUNTERS_EVERY_S = 1.0
 _log = structlog.get_logger()

@@ -24,9 +24,9 @@ from services.common.transfer.protocol import (
     HeldBlock,
     PullRequest,
 )
-from services.worker.messages import PinBlocks, PinnedSlots, Unpin
 from services.worker.mover.counters import Counters
 from services.worker.mover.pool import INLINE_BYTES, SharedPool
+from services.worker.mover_messages import PinBlocks, PinnedSlots, Unpin
 
 # The engine answers between two steps, which take 250 ms at most.
 PIN_TIMEOUT_S = 2.0

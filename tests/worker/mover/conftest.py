@@ -20,10 +20,10 @@ from services.common.transfer.header import BlockFormat
 from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import PeerAddress
 from services.worker.ipc import AsyncLink
-from services.worker.messages import (
+from services.worker.messages import HolderRun, PushTarget
+from services.worker.mover_messages import (
     FromMoverToEngine,
     FromMoverToFront,
-    HolderRun,
     MoverCounters,
     MoverReady,
     NodeFailing,
@@ -34,7 +34,6 @@ from services.worker.messages import (
     PullDone,
     PushBlocks,
     PushDone,
-    PushTarget,
     Unpin,
 )
 from tests.common.transfer.blocks import EPOCH, SECRET, block_format, payload

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from services.worker.messages import CancelPull, PullCut, PullDone
 from services.worker.mover.pull_progress import PullProgress, Race
+from services.worker.mover_messages import CancelPull, PullCut, PullDone
 from tests.common.transfer.blocks import chain
 from tests.common.transfer.conftest import StartHolder, start_holder, transport_name
 from tests.worker.mover.conftest import BLOCK_BYTES, MoverProcess, StartMover

@@ -10,7 +10,8 @@ import pytest
 
 from services.common.blocks import BlockId
 from services.common.transfer.protocol import STOP_EPOCH, PeerAddress, PullResult, Transport
-from services.worker.messages import CancelPull, HolderRun, NodeFailing, PullDone, PushDone
+from services.worker.messages import HolderRun
+from services.worker.mover_messages import CancelPull, NodeFailing, PullDone, PushDone
 from tests.common.transfer.blocks import EPOCH, chain, payload
 from tests.common.transfer.conftest import StartHolder, start_holder, transport, transport_name
 from tests.common.transfer.test_transports import Pulled, pull

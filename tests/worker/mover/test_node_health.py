@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.worker.messages import NodeFailing
 from services.worker.mover.node_health import FAILURES_UNTIL_LEFT, REST_S, NodeHealth
+from services.worker.mover_messages import NodeFailing
 
 
 def test_a_failure_rests_and_several_in_a_row_are_told() -> None:

@@ -21,11 +21,11 @@ from services.common.blocks import BLOCK_TOKENS, BlockId
 from services.common.transfer.header import BlockFormat, Segment
 from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import STOP_HEADS, PeerAddress
-from services.worker.messages import PullDone, PushDone
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.layout import KvLayout
 from services.worker.model.load import kv_layout, load_runner, open_model
 from services.worker.model.runner import CpuRunner
+from services.worker.mover_messages import PullDone, PushDone
 from tests.common.transfer.blocks import chain, payload
 from tests.common.transfer.conftest import transport_name
 from tests.kvstore.conftest import KvStoreProcess, StartKvStore, start_kvstore

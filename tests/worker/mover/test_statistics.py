@@ -9,10 +9,10 @@ import pytest
 
 from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import PullRequest
-from services.worker.messages import PinBlocks, PinnedSlots, Unpin
 from services.worker.mover.counters import Counters
 from services.worker.mover.pool import SharedPool
 from services.worker.mover.serving import PinnedSource, SourceStatistics
+from services.worker.mover_messages import PinBlocks, PinnedSlots, Unpin
 from tests.common.transfer.blocks import block_format, chain
 
 FORMAT = block_format(3 * 2**12)
