@@ -78,6 +78,11 @@ def stored_bytes(payload_bytes: int) -> int:
     return padded(payload_bytes + TAG_BYTES)
 
 
+def segment_space(num_bytes: int) -> int:
+    """What a segment takes on the disk: a file system may need a page beside it to note where its parts lie."""
+    return num_bytes + PAGE_BYTES
+
+
 class SegmentLog:
     """Takes over an open directory; `scan` comes first."""
 
@@ -126,7 +131,7 @@ class SegmentLog:
     @property
     def may_open(self) -> bool:
         """Whether one more segment is within the limit."""
-        return self._used_bytes + self.segment_bytes <= self.limit_bytes
+        return self._used_bytes + segment_space(self.segment_bytes) <= self.limit_bytes
 
     def scan(self) -> Scanned:
         """Read all frame headers of earlier runs; the newest segment is written on from where it was cut."""
@@ -187,7 +192,7 @@ class SegmentLog:
         self._reached(BEFORE_REMOVE)
         segment = self._segments.pop(sequence)
         self._directory.remove(segment)
-        self._used_bytes -= segment.header.num_bytes
+        self._used_bytes -= segment_space(segment.header.num_bytes)
         if segment is self._active:
             self._active = None
         self._reached(AFTER_REMOVE)
@@ -202,7 +207,7 @@ class SegmentLog:
 
     def _add(self, segment: SegmentFile) -> None:
         self._segments[segment.header.sequence] = segment
-        self._used_bytes += segment.header.num_bytes
+        self._used_bytes += segment_space(segment.header.num_bytes)
         self._last_sequence = max(self._last_sequence, segment.header.sequence)
 
     def _scan_segment(self, segment: SegmentFile, places: list[Place]) -> tuple[int, bool]:

@@ -13,7 +13,7 @@ from services.kvstore.errors import StartFailed
 from services.kvstore.ssd_files import WRITE_BYTES, DirectoryInUse, SegmentDirectory
 from services.kvstore.ssd_format import PAGE_BYTES
 from services.kvstore.ssd_keys import KEY_FILE_BYTES, OwnerKeys
-from services.kvstore.ssd_log import SegmentLog
+from services.kvstore.ssd_log import SegmentLog, segment_space
 
 MIN_SEGMENTS = 4
 MIN_SEGMENT_BYTES = 64 * PAGE_BYTES
@@ -27,7 +27,7 @@ def segment_bytes(settings: KvStoreSettings) -> int:
     space = settings.ssd_bytes - KEY_FILE_BYTES
     size = settings.ssd_segment_bytes or max(min(space // 32, _MAX_AUTO_SEGMENT_BYTES), space // _MAX_SEGMENTS)
     size = max(MIN_SEGMENT_BYTES, size // PAGE_BYTES * PAGE_BYTES)
-    if size * MIN_SEGMENTS > space:
+    if segment_space(size) * MIN_SEGMENTS > space:
         raise ConfigurationError(f"kvstore: ssd_bytes={settings.ssd_bytes}: fewer than {MIN_SEGMENTS} segments")
     if space // size > _MAX_SEGMENTS:
         raise ConfigurationError(

@@ -17,6 +17,8 @@ from services.common.security import MeshSecret
 from services.common.settings import ConfigurationError
 from services.common.transfer.protocol import STOP_DEADLINE, PullRequest
 from services.kvstore.errors import StartFailed
+from services.kvstore.ssd_format import PAGE_BYTES
+from services.kvstore.ssd_keys import KEY_FILE_BYTES
 from services.kvstore.ssd_setup import open_log
 from tests.common.transfer.blocks import SECRET, chain, payload
 from tests.kvstore.ssd import BLOCK_BYTES, SEGMENT_BYTES, Opened, flushed, opened, owner, pull, push, settings
@@ -97,6 +99,19 @@ async def test_space_is_bounded_and_hot_blocks_survive(tmp_path: Path) -> None:
         for number in range(80):
             held = [block_id in one.announced.tiers for block_id in chain(8, number)]
             assert held == sorted(held, reverse=True)
+
+
+async def test_each_segment_leaves_the_file_system_a_page(tmp_path: Path) -> None:
+    """Room for eight files and nothing else is room for seven."""
+    async with opened(tmp_path, ssd_bytes=8 * SEGMENT_BYTES + KEY_FILE_BYTES) as one:
+        most = 0
+        for number in range(30):
+            await push(one.store, chain(16, number))
+            await flushed(one)
+            statistics = one.layer.tier.statistics()
+            assert statistics.used_bytes == statistics.num_segments * (SEGMENT_BYTES + PAGE_BYTES)
+            most = max(most, statistics.num_segments)
+        assert most == 7
 
 
 async def test_the_prefix_of_newer_blocks_is_copied_forward(tmp_path: Path) -> None:
