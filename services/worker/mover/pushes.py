@@ -1,6 +1,7 @@
 """Write-behind to the kvstore node. Never waited for: what cannot go now is dropped and counted.
 
-A tensor-parallel rank offers the heads that it owns; the node joins them with the other ranks'.
+Pushes run beside each other, but one that continues a chain waits for the one that brings its parent: a node takes no
+block before its parent. A tensor-parallel rank offers the heads that it owns, and the node joins them with the others.
 
 Every PushBlocks gets exactly one PushDone, after the transport has let go of every slot. After a failure the target
 rests for a moment (`node_health`), so that a dead node costs nothing but drops.
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.common.blocks import BlockId, split_ids
+from services.common.blocks import BLOCK_ID_BYTES, BlockId, split_ids
 from services.common.transfer.errors import TransferError
 from services.common.transfer.header import BlockFormat, make_header
 from services.common.transfer.heads import HeadRange
@@ -75,8 +76,9 @@ class Pusher:
         self._timeout_s = timeout_s
         self._target: PushTarget | None = None
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_PUSHES)
-        # Pushes without a PushDone yet.
+        # Pushes without a PushDone yet, and for each of their blocks what is set when its push is over.
         self._num_queued = 0
+        self._under_way: dict[BlockId, asyncio.Event] = {}
 
     def statistics(self) -> PusherStatistics:
         """A snapshot."""
@@ -93,11 +95,29 @@ class Pusher:
             self._finish(message, _Progress())
             return
         self._num_queued += 1
-        self._group.create_task(self._run(message))
+        over = asyncio.Event()
+        self._group.create_task(self._run(message, self._begin(message, over), over))
 
-    async def _run(self, message: PushBlocks) -> None:
+    def _begin(self, message: PushBlocks, over: asyncio.Event) -> asyncio.Event | None:
+        """Note that the blocks of a push are under way. Returns what is set when its parent no longer is."""
+        if len(message.ids) % BLOCK_ID_BYTES or len(message.parents) < BLOCK_ID_BYTES:
+            return None
+        before = self._under_way.get(BlockId(message.parents[:BLOCK_ID_BYTES]))
+        self._under_way.update(dict.fromkeys(split_ids(message.ids), over))
+        return before
+
+    def _end(self, message: PushBlocks, over: asyncio.Event) -> None:
+        over.set()
+        for block_id in split_ids(message.ids) if len(message.ids) % BLOCK_ID_BYTES == 0 else ():
+            if self._under_way.get(block_id) is over:
+                del self._under_way[block_id]
+
+    async def _run(self, message: PushBlocks, before: asyncio.Event | None, over: asyncio.Event) -> None:
         progress = _Progress()
         try:
+            if before is not None:
+                # Its own deadlines end it.
+                await before.wait()
             async with self._slots:
                 await self._push_batches(message, progress)
         except (TransferError, ValueError, IndexError) as error:
@@ -106,6 +126,7 @@ class Pusher:
             _log.warning("a push failed", blocks=len(message.slots), error=f"{type(error).__name__}: {error}")
         finally:
             self._num_queued -= 1
+            self._end(message, over)
             self._finish(message, progress)
 
     async def _push_batches(self, message: PushBlocks, progress: _Progress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import time
 
@@ -178,6 +179,24 @@ async def test_a_pushed_prefix_comes_back(
     mover.push(6, ids, parents, slots, starts=True)
     assert (await mover.done(PushDone, 6)).accepted == 0
     await eventually(lambda: mover.counters is not None and mover.counters.dropped_pushes >= 32)
+
+
+async def test_a_chain_pushed_in_pieces_arrives_whole(
+    transport_name: str, start_mover: StartMover, start_kvstore: StartKvStore
+) -> None:
+    """Pieces are offered beside each other, but none before its parent, of whatever size they are."""
+    mover, node = await start_mover(transport_name), start_kvstore(transport_name)
+    ids = chain(60)
+    parents = [_ROOT_ID, *ids[:-1]]
+    slots = mover.fill(ids)
+    mover.target("kv-1", node.peer)
+    mover.push(1, ids[:1], parents[:1], slots[:1], starts=True)
+    await mover.done(PushDone, 1)
+    pieces = [*range(1, 20), *range(20, 60, 8)]
+    for key, (first, end) in enumerate(itertools.pairwise([*pieces, 60]), 2):
+        mover.push(key, ids[first:end], parents[first:end], slots[first:end], starts=False)
+    for key, (first, end) in enumerate(itertools.pairwise([*pieces, 60]), 2):
+        assert await mover.done(PushDone, key) == PushDone(key, end - first, "kv-1", 0, False)
 
 
 async def test_it_ends_with_its_links(transport_name: str, start_mover: StartMover) -> None:
