@@ -19,6 +19,11 @@ def location_key(kind: str, location_id: str) -> str:
     return f"{kind}/{location_id}"
 
 
+def life_key(kind: str, location_id: str, epoch: int) -> str:
+    """How one life of a location is called, from its start to its end: what was learned of another does not count."""
+    return f"{location_key(kind, location_id)}@{epoch}"
+
+
 @dataclass(frozen=True, slots=True)
 class RegistryKeys:
     """Keys of the registry."""

@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 import structlog
 
-from services.common.keys import KeySpace, location_key
+from services.common.keys import KeySpace, life_key, location_key
 from services.common.lua import LuaScript
 from services.common.redis_client import BLOCK_MS, COMMAND_TIMEOUT_S, REDIS_ERRORS, Backoff, RedisClient, RedisHealth
 
@@ -55,6 +55,11 @@ class LocationRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def location(self) -> str:
         """Its name in the index, such as "worker/w1"."""
         return location_key(self.kind, self.id)
+
+    @property
+    def life(self) -> str:
+        """The same with its epoch."""
+        return life_key(self.kind, self.id, self.epoch)
 
 
 class RegistryChange(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.blocks import BlockId
-from services.common.keys import location_key
+from services.common.keys import life_key
 
 WorkerId = NewType("WorkerId", str)
 
@@ -78,9 +78,12 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True)
 class HolderLinks:
-    """A worker's links to one holder, None where unmeasured, and what it is pulling from there."""
+    """A worker's links to one holder, None where unmeasured, and what it is pulling from there.
 
-    location: str
+    holder: name of the location with its epoch: one that has started anew is another holder.
+    """
+
+    holder: str
     memory: MeasuredLink | None = None
     ssd: MeasuredLink | None = None
     in_flight_bytes: float = 0.0
@@ -140,9 +143,9 @@ class PullRun:
     num_ssd_blocks: int = 0
 
     @property
-    def location(self) -> str:
-        """Its name in the index."""
-        return location_key(self.kind, self.location_id)
+    def holder(self) -> str:
+        """The holder's name, epoch included."""
+        return life_key(self.kind, self.location_id, self.epoch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,15 +108,15 @@ class Holders:
         """As policies see them."""
         if not sources:
             return no_sources(len(candidates))
-        locations = [source.record.location for source in sources]
+        names = [source.record.life for source in sources]
         hosts = np.array([host_number(source.record.host) for source in sources], np.int64)
         links = self._table.links
         return Sources(
             end=np.array([source.end for source in sources], np.int64),
             memory_end=np.array([source.memory_end for source in sources], np.int64),
-            queue_bytes=links.queue_bytes(locations),
+            queue_bytes=links.queue_bytes(names),
             is_self=candidates[:, None] == np.array([source.row for source in sources], np.int64),
-            links=links.links(candidates, locations, self._table.rows["host"][candidates][:, None] == hosts),
+            links=links.links(candidates, names, self._table.rows["host"][candidates][:, None] == hosts),
         )
 
     def _memory_end(self, location: str, ids: list[BlockId]) -> int:

@@ -31,7 +31,7 @@ class _Holder:
 
 
 class LinkTable:
-    """Rows are those of the worker table; holders go by their location's name."""
+    """Rows are those of the worker table; holders go by their location's name and epoch."""
 
     def __init__(self) -> None:
         self._holders: dict[str, _Holder] = {}
@@ -46,16 +46,16 @@ class LinkTable:
     def report(self, row: int, holders: tuple[HolderLinks, ...]) -> None:
         """The worker in `row` has reported; what it does not name any more is forgotten."""
         before = self._reported.get(row, ())
-        self.release((one.location, one.in_flight_bytes) for one in before)
-        named = {one.location for one in holders}
-        for gone in (one.location for one in before if one.location not in named):
+        self.release((one.holder, one.in_flight_bytes) for one in before)
+        named = {one.holder for one in holders}
+        for gone in (one.holder for one in before if one.holder not in named):
             self._forget(row, gone)
         for one in holders:
-            holder = self._holders.setdefault(one.location, _Holder(np.empty((0, len(_NOTHING))), set()))
+            holder = self._holders.setdefault(one.holder, _Holder(np.empty((0, len(_NOTHING))), set()))
             holder.used.add(row)
             _lines(holder, row + 1)[row] = (*_figures(one.memory), *_figures(one.ssd))
         self._reported[row] = holders
-        self.add((one.location, one.in_flight_bytes) for one in holders)
+        self.add((one.holder, one.in_flight_bytes) for one in holders)
 
     def forget(self, row: int) -> None:
         """The worker in `row` has gone."""
@@ -64,33 +64,33 @@ class LinkTable:
 
     def add(self, pulls: Iterable[tuple[str, float]]) -> None:
         """Count bytes that are to be pulled."""
-        for location, num_bytes in pulls:
+        for holder, num_bytes in pulls:
             if num_bytes:
-                self._queue_bytes[location] = self._queue_bytes.get(location, 0.0) + num_bytes
+                self._queue_bytes[holder] = self._queue_bytes.get(holder, 0.0) + num_bytes
 
     def release(self, pulls: Iterable[tuple[str, float]]) -> None:
         """Undo `add`."""
-        for location, num_bytes in pulls:
-            left = self._queue_bytes.get(location, 0.0) - num_bytes
+        for holder, num_bytes in pulls:
+            left = self._queue_bytes.get(holder, 0.0) - num_bytes
             if left > 0.5:
-                self._queue_bytes[location] = left
+                self._queue_bytes[holder] = left
             else:
-                self._queue_bytes.pop(location, None)
+                self._queue_bytes.pop(holder, None)
 
-    def queue_bytes(self, locations: Sequence[str]) -> FloatArray:
-        """What is being pulled from each of `locations`, or is about to."""
-        return np.array([self._queue_bytes.get(location, 0.0) for location in locations], np.float64)
+    def queue_bytes(self, holders: Sequence[str]) -> FloatArray:
+        """What is being pulled from each of `holders`, or is about to."""
+        return np.array([self._queue_bytes.get(holder, 0.0) for holder in holders], np.float64)
 
-    def links(self, rows: IntArray, locations: Sequence[str], same_host: BoolMatrix) -> LinkArrays:
-        """Links of the workers in `rows` to `locations`; same_host, [worker, holder], decides what is assumed."""
+    def links(self, rows: IntArray, holders: Sequence[str], same_host: BoolMatrix) -> LinkArrays:
+        """Links of the workers in `rows` to `holders`; same_host, [worker, holder], decides what is assumed."""
         near_rate = np.where(same_host, NEAR.bytes_per_s, FAR.bytes_per_s)
         near_setup_s = np.where(same_host, NEAR.setup_s, FAR.setup_s)
-        known = [(column, self._holders[one]) for column, one in enumerate(locations) if one in self._holders]
+        known = [(column, self._holders[one]) for column, one in enumerate(holders) if one in self._holders]
         if not known:
             ssd_setup_s = np.full(near_rate.shape, SSD.setup_s)
             return LinkArrays(near_rate, near_setup_s, np.minimum(near_rate, SSD.bytes_per_s), ssd_setup_s)
         # The figures come first, so that each is one contiguous array.
-        measured = np.empty((len(_NOTHING), len(rows), len(locations)))
+        measured = np.empty((len(_NOTHING), len(rows), len(holders)))
         measured[:] = _NOTHING[:, None, None]
         num_rows = int(rows.max()) + 1
         for column, holder in known:
@@ -109,12 +109,12 @@ class LinkTable:
             np.minimum(ssd_setup_s, ssd_setup_s**ssd_freshness * SSD.setup_s ** (1.0 - ssd_freshness)),
         )
 
-    def _forget(self, row: int, location: str) -> None:
-        holder = self._holders[location]
+    def _forget(self, row: int, name: str) -> None:
+        holder = self._holders[name]
         holder.used.discard(row)
         holder.links[row] = _NOTHING
         if not holder.used:
-            del self._holders[location]
+            del self._holders[name]
 
 
 def _best(values: FloatArray, untried: BoolMatrix, same_host: BoolMatrix) -> FloatArray:

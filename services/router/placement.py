@@ -150,7 +150,7 @@ class Placer:
             predicted_ttft_s=float(costs.predicted_ttft_s[chosen]),
             prefill_tokens=tokens,
             num_blocks=-(-tokens // identity.block_tokens) + sum(run.num_blocks for run in runs),
-            pulled_bytes=tuple((run.location, float(run.num_blocks * identity.block_bytes)) for run in runs),
+            pulled_bytes=tuple((run.holder, float(run.num_blocks * identity.block_bytes)) for run in runs),
             policy=policy,
             explanation=Explanation(candidates, scores, costs.terms(), chosen),
         )

@@ -18,7 +18,7 @@ import grpc.aio
 import structlog
 from kvmesh.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
-from services.common.keys import location_key
+from services.common.keys import life_key
 from services.common.redis_client import Backoff
 from services.common.registry import LocationRecord, RegistryChange
 from services.common.rpc import call_metadata, open_channel
@@ -217,7 +217,7 @@ def load_of(message: worker_pb2.WorkerLoad) -> Load:
 
 def _holder_of(message: worker_pb2.HolderLinks) -> HolderLinks:
     return HolderLinks(
-        location_key(_KINDS[message.kind], message.location_id),
+        life_key(_KINDS[message.kind], message.location_id, message.epoch),
         _link_of(message.memory) if message.HasField("memory") else None,
         _link_of(message.ssd) if message.HasField("ssd") else None,
         message.in_flight_bytes,

@@ -29,7 +29,7 @@ _DEFAULT_DECODE_STEP_S = 0.03
 
 @dataclass(slots=True)
 class PendingAttempt:
-    """A grant that no report shows yet; pulls: bytes that it is to pull, by location."""
+    """A grant that no report shows yet; pulls: bytes that it is to pull, by holder."""
 
     tokens: int
     blocks: int

@@ -104,6 +104,7 @@ def _holder_links(one: HolderLinks) -> worker_pb2.HolderLinks:
     return worker_pb2.HolderLinks(
         kind=_KIND_NUMBERS[one.kind],
         location_id=one.location_id,
+        epoch=one.epoch,
         memory=_link(one.memory),
         ssd=_link(one.ssd),
         in_flight_bytes=one.in_flight_bytes,

@@ -18,6 +18,7 @@ class HolderLinks(msgspec.Struct, frozen=True, array_like=True):
 
     kind: str
     location_id: str
+    epoch: int
     memory: MeasuredLink | None
     ssd: MeasuredLink | None
     in_flight_bytes: int

@@ -55,7 +55,7 @@ class LinkRates:
     def __init__(self, block_bytes: int, half_life_s: float = 30.0) -> None:
         self.block_bytes = block_bytes
         self._half_life_s = half_life_s
-        self._holders: OrderedDict[tuple[str, str], _Holder] = OrderedDict()
+        self._holders: OrderedDict[tuple[str, str, int], _Holder] = OrderedDict()
 
     def begin(self, runs: Sequence[HolderRun]) -> None:
         """A pull of `runs` is under way."""
@@ -163,7 +163,7 @@ class LinkRates:
             return None
         return MeasuredLink(measured.link.bytes_per_s, measured.link.setup_s, self._freshness(measured, now))
 
-    def _touch(self, name: tuple[str, str]) -> _Holder:
+    def _touch(self, name: tuple[str, str, int]) -> _Holder:
         holder = self._holders.setdefault(name, _Holder())
         self._holders.move_to_end(name)
         if len(self._holders) > MAX_HOLDERS:

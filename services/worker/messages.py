@@ -46,9 +46,9 @@ class HolderRun(msgspec.Struct, frozen=True, array_like=True):
     num_ssd_blocks: int = 0
 
     @property
-    def holder(self) -> tuple[str, str]:
-        """Kind and id of the location."""
-        return self.kind, self.location_id
+    def holder(self) -> tuple[str, str, int]:
+        """Kind, id and epoch of the location: one that has started anew is another holder."""
+        return self.kind, self.location_id, self.epoch
 
 
 class Submit(Message, frozen=True):

@@ -65,7 +65,9 @@ def links(*locations: str, bytes_per_s: float = 1e9, ssd_bytes_per_s: float = 0.
     ssd = MeasuredLink(ssd_bytes_per_s, 0.005, freshness) if ssd_bytes_per_s else None
     memory = MeasuredLink(bytes_per_s, setup_s, freshness)
     queue_bytes = fields.get("in_flight_bytes", 0.0)
-    return replace(IDLE, holders=tuple(HolderLinks(location, memory, ssd, queue_bytes) for location in locations))
+    return replace(
+        IDLE, holders=tuple(HolderLinks(f"{location}@1", memory, ssd, queue_bytes) for location in locations)
+    )
 
 
 def chain(length: int) -> list[BlockId]:

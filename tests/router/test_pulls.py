@@ -192,7 +192,7 @@ def test_a_busy_holder_is_left_to_others() -> None:
     for name in ("k", "l"):
         scene.kvstore(name)
         scene.hold(f"kvstore/{name}", ids, Tier.RAM)
-    pulling = HolderLinks("kvstore/k", in_flight_bytes=500e6)
+    pulling = HolderLinks("kvstore/k@1", in_flight_bytes=500e6)
     # Another worker says that it pulls a lot from k.
     scene.worker("b", replace(IDLE, holders=(pulling,), running_requests=16, waiting_requests=9))
     grant = scene.grant(scene.ask(ids))
@@ -200,7 +200,7 @@ def test_a_busy_holder_is_left_to_others() -> None:
     assert grant.explanation.terms["pull_queue_s"].max() == 0
     # What this router has just granted counts as well, until it is over.
     attempt = AttemptId("r", 1)
-    scene.table.grant(WorkerId("a"), attempt, PendingAttempt(1, 1, NOW_S, (("kvstore/l", 900e6),)))
+    scene.table.grant(WorkerId("a"), attempt, PendingAttempt(1, 1, NOW_S, (("kvstore/l@1", 900e6),)))
     busy = scene.grant(scene.ask(ids))
     assert runs(busy) == [("k", 0, 40, 0)]
     assert busy.explanation.terms["pull_queue_s"][busy.explanation.chosen] == pytest.approx(500e6 / NEAR.bytes_per_s)
@@ -240,19 +240,32 @@ def test_figures_of_a_pair_are_its_own_and_fade() -> None:
 def test_no_figures_stay_of_what_is_no_longer_reported() -> None:
     scene = Scene()
     both = replace(
-        IDLE, holders=(HolderLinks("kvstore/k", MeasuredLink(1e6, 1.0), None, 5.0), *links("kvstore/l").holders)
+        IDLE, holders=(HolderLinks("kvstore/k@1", MeasuredLink(1e6, 1.0), None, 5.0), *links("kvstore/l").holders)
     )
     for name in ("a", "b"):
         scene.worker(name, both)
     table = scene.table.links
     assert table.num_holders == 2
-    assert table.queue_bytes(["kvstore/k", "kvstore/l"]).tolist() == [10.0, 0.0]
+    assert table.queue_bytes(["kvstore/k@1", "kvstore/l@1"]).tolist() == [10.0, 0.0]
     scene.table.report(WorkerId("a"), IDLE, NOW_S)
     rows = np.array([scene.table.workers[WorkerId(name)].row for name in ("a", "b")])
     same_host = np.ones((2, 1), np.bool_)
-    assert table.links(rows, ["kvstore/k"], same_host).bytes_per_s[:, 0].tolist() == [NEAR.bytes_per_s, 1e6]
-    scene.table.grant(WorkerId("b"), AttemptId("r", 1), PendingAttempt(1, 1, NOW_S, (("kvstore/k", 7.0),)))
-    assert table.queue_bytes(["kvstore/k"])[0] == 12.0
+    assert table.links(rows, ["kvstore/k@1"], same_host).bytes_per_s[:, 0].tolist() == [NEAR.bytes_per_s, 1e6]
+    scene.table.grant(WorkerId("b"), AttemptId("r", 1), PendingAttempt(1, 1, NOW_S, (("kvstore/k@1", 7.0),)))
+    assert table.queue_bytes(["kvstore/k@1"])[0] == 12.0
     scene.table.forget(WorkerId("b"))
     assert table.num_holders == 0
-    assert table.queue_bytes(["kvstore/k"])[0] == 0.0
+    assert table.queue_bytes(["kvstore/k@1"])[0] == 0.0
+
+
+def test_a_node_that_has_started_anew_is_pulled_from_again() -> None:
+    scene, ids = Scene(), chain(40)
+    slow = replace(IDLE, holders=(HolderLinks("kvstore/k@0", MeasuredLink(1e4, 1.0)),))
+    scene.worker("a", slow)
+    scene.kvstore("k")
+    scene.hold("kvstore/k", ids, Tier.RAM)
+    assert runs(scene.grant(scene.ask(ids))) == [("k", 0, 40, 0)]
+    scene.table.report(
+        WorkerId("a"), replace(IDLE, holders=(HolderLinks("kvstore/k@1", slow.holders[0].memory),)), NOW_S
+    )
+    assert runs(scene.grant(scene.ask(ids))) == []

@@ -15,8 +15,8 @@ BLOCK = 400_000
 HALF_LIFE_S = 30.0
 
 
-def run(name: str = "n", num_blocks: int = 100, num_ssd_blocks: int = 0) -> HolderRun:
-    return HolderRun("kvstore", name, 1, "a", "b", 0, num_blocks, num_ssd_blocks)
+def run(name: str = "n", num_blocks: int = 100, num_ssd_blocks: int = 0, epoch: int = 1) -> HolderRun:
+    return HolderRun("kvstore", name, epoch, "a", "b", 0, num_blocks, num_ssd_blocks)
 
 
 def timing(link: Link, num_blocks: int, *, ssd: Link | None = None, num_ssd: int = 0, outcome: str = "ok") -> RunTiming:
@@ -175,3 +175,11 @@ def test_only_so_many_holders_are_remembered() -> None:
     names = [one.location_id for one in rates.messages(100)]
     assert len(names) == MAX_HOLDERS
     assert {"busy", f"n{3 * MAX_HOLDERS - 1}"} <= set(names)
+
+
+def test_a_holder_that_has_started_anew_is_not_blamed_for_its_past() -> None:
+    rates = LinkRates(BLOCK)
+    rates.observe([run()], [RunTiming(0, 0, 0.0, 1.0, "failed")], 0.0)
+    assert rates.memory(run(), 0.1).seconds(BLOCK) > 5 * NEAR.seconds(BLOCK)
+    assert rates.memory(run(epoch=2), 0.1) == NEAR
+    assert [one.epoch for one in rates.messages(0.1)] == [1]

@@ -453,9 +453,12 @@ class HolderLinks(_message.Message):
     MEMORY_FIELD_NUMBER: _builtins.int
     SSD_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     kind: _common_pb2.LocationKind.ValueType
     location_id: _builtins.str
     in_flight_bytes: _builtins.int
+    epoch: _builtins.int
+    """A location that has started anew is another holder."""
     @_builtins.property
     def memory(self) -> Global___MeasuredLink:
         """A worker's pool or a kvstore's RAM; absent until measured."""
@@ -472,10 +475,11 @@ class HolderLinks(_message.Message):
         memory: Global___MeasuredLink | None = ...,
         ssd: Global___MeasuredLink | None = ...,
         in_flight_bytes: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "ssd", b"ssd"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight_bytes", b"in_flight_bytes", "kind", b"kind", "location_id", b"location_id", "memory", b"memory", "ssd", b"ssd"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "in_flight_bytes", b"in_flight_bytes", "kind", b"kind", "location_id", b"location_id", "memory", b"memory", "ssd", b"ssd"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
