@@ -24,11 +24,15 @@ class Cleared:
 
     ram_blocks: int = 0
     ssd_blocks: int = 0
-    keys: int = 0
+    destroyed_keys: int = 0
 
     def plus(self, other: Cleared) -> Cleared:
         """The sum."""
-        return Cleared(self.ram_blocks + other.ram_blocks, self.ssd_blocks + other.ssd_blocks, self.keys + other.keys)
+        return Cleared(
+            self.ram_blocks + other.ram_blocks,
+            self.ssd_blocks + other.ssd_blocks,
+            self.destroyed_keys + other.destroyed_keys,
+        )
 
 
 class Clearing:
@@ -56,7 +60,7 @@ class Clearing:
             detail = f"{type(error).__name__}: {error}"
             _log.error("the keys of a cleared tenant are still there", error=detail)
             raise
-        self._count(keys, lambda count: Cleared(keys=count))
+        self._count(keys, lambda count: Cleared(destroyed_keys=count))
         _log.info("tenants were cleared", tenants=len(table), ram_blocks=len(ram), ssd_blocks=len(ssd), keys=len(keys))
 
     def done(self, tag: bytes) -> Cleared:

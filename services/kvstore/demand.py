@@ -88,12 +88,12 @@ class CopyPlan:
         wanted = ranking(first, dict.fromkeys(names, 1.0))[: self._nodes]
         return next((name for name in wanted if name != self._own_id and name not in tried), None)
 
-    def asked(self, path: Sequence[BlockId], node: str, now_s: float) -> None:
-        """`node` was asked for the chain of these blocks, or nobody ("") is left to ask."""
+    def asked(self, path: Sequence[BlockId], node: str | None, now_s: float) -> None:
+        """`node` was asked for the chain of these blocks; None: nobody is left to ask."""
         known = self._asked.get(path[-1])
         if known is None or now_s >= known.forget_s:
             known = _Asked(forget_s=now_s + _FORGET_WINDOWS * self._window_s)
-        if node:
+        if node is not None:
             known.nodes.add(node)
         known.next_s = now_s + self._window_s
         for block_id in path:

@@ -17,7 +17,7 @@ from services.common.process import stop_event, write_ready_file
 from services.common.redis_client import RedisHealth, connect_redis
 from services.common.registry import LocationRecord, Registrar, new_epoch
 from services.common.rpc import MeshServer
-from services.common.security import load_mesh_secret
+from services.common.security import MeshSecret, load_mesh_secret
 from services.common.transfer.endpoint import TransferEndpoint
 from services.common.transfer.shm_directory import BlockDirectory, ShownDirectory
 from services.kvstore.arena import Arena
@@ -42,76 +42,116 @@ async def run_node(settings: KvStoreSettings, instance: str, metrics_address: st
     """Serve until SIGTERM or SIGINT. Raises StartFailed or ConfigurationError."""
     show_at_zero()
     stop = stop_event()
-    secret = load_mesh_secret(settings)
-    epoch = new_epoch()
-    client, health = connect_redis(settings.redis_url), RedisHealth()
-    announcer = Announcer(client, kind="kvstore", location_id=instance, epoch=epoch, health=health)
-    arena = _arena(settings)
-    directory = BlockDirectory.create(arena.capacity_bytes, epoch) if arena.region else None
-    ram = RamTier(arena, owner_bytes=settings.owner_ram_bytes, directory=directory)
-    store = Store(
-        ram,
-        announcer,
-        epoch=epoch,
-        partial_bytes=settings.partial_bytes,
-        partial_max_age_s=settings.partial_max_age_s,
-    )
-    transfers = TransferEndpoint(
-        settings.transport,
-        secret,
-        store,
-        store,
-        max_operation_s=settings.max_lease_s,
-        regions=[arena.region] if arena.region else [],
-        directory=ShownDirectory(directory.region, store.was_read) if directory is not None else None,
-    )
-    clearing = Clearing(store)
-    follower = GenerationFollower(
-        client, location_key("kvstore", instance), epoch=epoch, carry_out=clearing.carry_out, health=health
-    )
-    replication = Replication(settings, store, ram, transfers.transport)
-    server = MeshServer(settings.listen, secret=secret)
-    server.add(
-        kvstore_pb2_grpc.add_KvStoreServicer_to_server,
-        KvStoreServicer(store, clearing, replication.copier, replication.totals, instance),
-        kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].full_name,
-    )
-    transfers.attach(server)
-    try:
-        pull_address = transfers.listen(settings.pull_listen, settings.advertise_host)
-        address = await server.start(settings.advertise_host)
-        transfers.listen_shm(address)
-    except RuntimeError as error:
-        raise StartFailed(str(error)) from None
-    record = LocationRecord(
-        kind="kvstore",
-        id=instance,
-        epoch=epoch,
-        host=settings.advertise_host or address.rpartition(":")[0],
-        grpc_address=address,
-        pull_address=pull_address,
-        transfer_grpc_address=address,
-        metrics_address=metrics_address,
-        started_s=int(time.time()),
-    )
-    registrar = Registrar(client, record, health=health)
-    log = open_log(settings, secret)
-    if log is not None:
-        await store.attach_ssd(log, owner_bytes=settings.owner_ssd_bytes, max_age_s=settings.ssd_max_age_s)
-    async with _ssd_running(store):
-        async with _in_background(announcer, registrar, follower), replication.running(client, health, record, secret):
-            await server.set_ready(True)
-            write_ready_file(settings.ready_file, address=address, metrics=metrics_address, pull_address=pull_address)
-            _log.info("kvstore is ready", address=address, pull_address=pull_address, ram_bytes=settings.ram_bytes)
+    node = _Node(settings, load_mesh_secret(settings), instance)
+    record = await node.listen(metrics_address)
+    await node.open_ssd()
+    async with _ssd_running(node.store):
+        async with node.registered(record):
             await stop.wait()
+        await node.drain()
+    await node.close()
+
+
+class _Node:
+    """The parts of a node, wired; its methods are called once each, in the order that they stand in."""
+
+    def __init__(self, settings: KvStoreSettings, secret: MeshSecret, instance: str) -> None:
+        self._settings = settings
+        self._secret = secret
+        self._instance = instance
+        self._epoch = new_epoch()
+        self._redis, self._health = connect_redis(settings.redis_url), RedisHealth()
+        self._announcer = Announcer(
+            self._redis, kind="kvstore", location_id=instance, epoch=self._epoch, health=self._health
+        )
+        arena = _arena(settings)
+        directory = BlockDirectory.create(arena.capacity_bytes, self._epoch) if arena.region else None
+        ram = RamTier(arena, owner_bytes=settings.owner_ram_bytes, directory=directory)
+        self.store = Store(
+            ram,
+            self._announcer,
+            epoch=self._epoch,
+            partial_bytes=settings.partial_bytes,
+            partial_max_age_s=settings.partial_max_age_s,
+        )
+        self._transfers = TransferEndpoint(
+            settings.transport,
+            secret,
+            self.store,
+            self.store,
+            max_operation_s=settings.max_lease_s,
+            regions=[arena.region] if arena.region else [],
+            directory=ShownDirectory(directory.region, self.store.was_read) if directory is not None else None,
+        )
+        self._clearing = Clearing(self.store)
+        self._replication = Replication(settings, self.store, ram, self._transfers.transport)
+        self._server = MeshServer(settings.listen, secret=secret)
+
+    async def listen(self, metrics_address: str) -> LocationRecord:
+        """Answer calls, not yet ready. Returns what the registry is to say of the node. Raises StartFailed."""
+        replication = self._replication
+        self._server.add(
+            kvstore_pb2_grpc.add_KvStoreServicer_to_server,
+            KvStoreServicer(self.store, self._clearing, replication.copier, replication.totals, self._instance),
+            kvstore_pb2.DESCRIPTOR.services_by_name["KvStore"].full_name,
+        )
+        self._transfers.attach(self._server)
+        host = self._settings.advertise_host
+        try:
+            pull_address = self._transfers.listen(self._settings.pull_listen, host)
+            address = await self._server.start(host)
+            self._transfers.listen_shm(address)
+        except RuntimeError as error:
+            raise StartFailed(str(error)) from None
+        return LocationRecord(
+            kind="kvstore",
+            id=self._instance,
+            epoch=self._epoch,
+            host=host or address.rpartition(":")[0],
+            grpc_address=address,
+            pull_address=pull_address,
+            transfer_grpc_address=address,
+            metrics_address=metrics_address,
+            started_s=int(time.time()),
+        )
+
+    async def open_ssd(self) -> None:
+        """Take up what the SSD holds, where there is one."""
+        settings = self._settings
+        log = open_log(settings, self._secret)
+        if log is not None:
+            await self.store.attach_ssd(log, owner_bytes=settings.owner_ssd_bytes, max_age_s=settings.ssd_max_age_s)
+
+    @contextlib.asynccontextmanager
+    async def registered(self, record: LocationRecord) -> AsyncIterator[None]:
+        """Known to the mesh, announcing and copying, and ready while the body runs; withdrawn afterwards."""
+        client, health = self._redis, self._health
+        registrar = Registrar(client, record, health=health)
+        name = location_key("kvstore", self._instance)
+        follower = GenerationFollower(
+            client, name, epoch=self._epoch, carry_out=self._clearing.carry_out, health=health
+        )
+        replicating = self._replication.running(client, health, record, self._secret)
+        async with _in_background(self._announcer, registrar, follower), replicating:
+            await self._server.set_ready(True)
+            addresses = {"address": record.grpc_address, "pull_address": record.pull_address}
+            write_ready_file(self._settings.ready_file, metrics=record.metrics_address, **addresses)
+            _log.info("kvstore is ready", ram_bytes=self._settings.ram_bytes, **addresses)
+            yield
             _log.info("kvstore is draining")
-            await server.set_ready(False)
-        # Withdrawn: what was sent before the others knew is still answered.
-        await asyncio.sleep(min(_LEAVE_S, settings.drain_deadline_s))
-        await transfers.drain(settings.drain_deadline_s)
-    await server.stop(settings.drain_deadline_s)
-    await transfers.close()
-    await client.aclose()
+            await self._server.set_ready(False)
+
+    async def drain(self) -> None:
+        """Answer what was sent before the others knew of the withdrawal, and wait for what is under way."""
+        deadline_s = self._settings.drain_deadline_s
+        await asyncio.sleep(min(_LEAVE_S, deadline_s))
+        await self._transfers.drain(deadline_s)
+
+    async def close(self) -> None:
+        """End everything."""
+        await self._server.stop(self._settings.drain_deadline_s)
+        await self._transfers.close()
+        await self._redis.aclose()
 
 
 @contextlib.asynccontextmanager
@@ -138,7 +178,7 @@ async def _in_background(
 
 
 async def _after(event: asyncio.Event, run: Callable[[], Awaitable[None]]) -> None:
-    """Redis is where both look: `event` comes once it answers, and without it there is nothing to run for."""
+    """Run what has nothing to do before `event`: both wait for Redis, without a deadline."""
     await event.wait()
     await run()
 

@@ -93,7 +93,7 @@ class Replicator:
         if not path:
             return
         name = self._plan.next_node(path[0], path[-1], list(nodes), now_s)
-        self._plan.asked(path, name or "", now_s)
+        self._plan.asked(path, name, now_s)
         if name is None:
             return
         try:

@@ -74,7 +74,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             await context.abort(grpc.StatusCode.ABORTED, f"keys are still there: {type(error).__name__}: {error}")
         cleared = self._clearing.done(tag)
         return kvstore_pb2.ClearResponse(
-            ram_blocks=cleared.ram_blocks, ssd_blocks=cleared.ssd_blocks, destroyed_keys=cleared.keys
+            ram_blocks=cleared.ram_blocks, ssd_blocks=cleared.ssd_blocks, destroyed_keys=cleared.destroyed_keys
         )
 
     async def Replicate(

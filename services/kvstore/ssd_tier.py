@@ -22,6 +22,7 @@ from services.kvstore.ssd_frames import FRAME_BYTES, frame_bytes, frames, places
 from services.kvstore.ssd_index import SsdEntry, SsdIndex
 from services.kvstore.ssd_keys import TooManyOwners
 from services.kvstore.ssd_log import NewBlock, Place, SegmentLog, Wanted
+from services.kvstore.ssd_pins import SegmentPins
 from services.kvstore.ssd_quota import Quota, Spill
 from services.kvstore.ssd_recovery import recover
 
@@ -78,8 +79,7 @@ class SsdTier:
         self._quota = Quota(owner_bytes)
         self._clock = clock
         self._off = ""
-        self._pins: dict[int, int] = {}
-        self._unpinned = asyncio.Event()
+        self._pins = SegmentPins()
         self._writing = asyncio.Lock()
         self._writer = ThreadPoolExecutor(1, "ssd-write")
         self._readers = ThreadPoolExecutor(READ_THREADS, "ssd-read")
@@ -165,24 +165,14 @@ class SsdTier:
         here = [self._index.get(entry.block_id) is entry for entry in entries]
         num_here = here.index(False) if False in here else len(here)
         entries, buffers = entries[:num_here], buffers[:num_here]
-        places = [entry.place for entry in entries]
-        for place in places:
-            self._pins[place.segment] = self._pins.get(place.segment, 0) + 1
+        wanted = [Wanted(entry.place, entry.owner, buffer) for entry, buffer in zip(entries, buffers, strict=True)]
+        step = max(1, -(-len(wanted) // READ_THREADS))
+        shares = [wanted[first : first + step] for first in range(0, len(wanted), step)]
         loop = asyncio.get_running_loop()
-        try:
-            wanted = [
-                Wanted(place, entry.owner, buffer)
-                for entry, place, buffer in zip(entries, places, buffers, strict=True)
-            ]
-            step = max(1, -(-len(wanted) // READ_THREADS))
-            shares = [wanted[first : first + step] for first in range(0, len(wanted), step)]
+        with self._pins.held([one.place.segment for one in wanted]), self._watched(_READ_TIMEOUT_S, "read"):
             jobs = [loop.run_in_executor(self._readers, _read, self._log, share) for share in shares]
             # Each ends by itself: memory is in use until the last one has.
-            with self._watched(_READ_TIMEOUT_S, "read"):
-                results = [fault for faults in await asyncio.gather(*jobs) for fault in faults]
-        finally:
-            for place in places:
-                self._unpin(place.segment)
+            results = [fault for faults in await asyncio.gather(*jobs) for fault in faults]
         return self._account(entries, results)
 
     async def write(self, spills: Sequence[Spill]) -> int:
@@ -303,10 +293,7 @@ class SsdTier:
 
     async def _remove_segment(self, segment: int) -> None:
         self.totals.reclaimed(len(self._drop([entry.block_id for entry in self._index.in_segment(segment)])))
-        async with asyncio.timeout(_READS_END_S):
-            while segment in self._pins:
-                self._unpinned.clear()
-                await self._unpinned.wait()
+        await self._pins.released(segment, _READS_END_S)
         await self._in_writer(lambda: self._log.remove(segment))
 
     def _insert(self, spill: Spill, place: Place) -> bool:
@@ -337,12 +324,6 @@ class SsdTier:
             self.totals.held(-len(gone), self._index.num_bytes - before)
             self._lost(gone)
         return gone
-
-    def _unpin(self, segment: int) -> None:
-        self._pins[segment] -= 1
-        if not self._pins[segment]:
-            del self._pins[segment]
-            self._unpinned.set()
 
     def _oldest_s(self) -> int:
         return int(self._clock() - self.max_age_s) if self.max_age_s else 0

@@ -69,7 +69,7 @@ def test_copies_of_copies_stay_with_a_bounded_set_of_nodes(num_nodes: int, limit
             if not plans[name].is_due(path[-1], now_s):
                 continue
             node = plans[name].next_node(path[0], path[-1], names, now_s)
-            plans[name].asked(path, node or "", now_s)
+            plans[name].asked(path, node, now_s)
             if node is not None:
                 asked[name, node] += 1
                 holders.add(node)
@@ -89,8 +89,8 @@ def test_one_node_is_asked_a_window_and_again_only_much_later() -> None:
     assert plan.is_due(path[-1], 10.0)
     second = plan.next_node(path[0], path[-1], names, 10.0)
     assert second != first
-    plan.asked(path, second or "", 10.0)
-    plan.asked(path, "", 20.0)
+    plan.asked(path, second, 10.0)
+    plan.asked(path, None, 20.0)
     assert plan.next_node(path[0], path[-1], names, 99.0) is None
     assert plan.next_node(path[0], path[-1], names, 100.0) == first
 
