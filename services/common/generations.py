@@ -12,6 +12,8 @@ from services.common.blocks import split_owner
 
 # Tenants that can have an entry; clearing one more is refused.
 MAX_TENANTS = 65_536
+# A time 140 years from 1970. Redis counts exactly to twice that, so that there is always a larger one.
+MAX_GENERATION = 2**52
 
 
 class Generations:

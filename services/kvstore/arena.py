@@ -27,9 +27,23 @@ class Slot:
 
 @dataclass(slots=True)
 class _Slab:
-    slot_bytes: int = 0
+    """free: offsets given back; fresh: of the first slot never used; fresh_end: the last that a slot can begin at."""
+
     free: list[int] = field(default_factory=list)
+    fresh: int = 0
+    fresh_end: int = -1
     used: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self.free) or self.fresh <= self.fresh_end
+
+    def take(self, slot_bytes: int) -> int:
+        self.used += 1
+        if self.free:
+            return self.free.pop()
+        self.fresh += slot_bytes
+        return self.fresh - slot_bytes
 
 
 class Arena:
@@ -58,17 +72,17 @@ class Arena:
         """A slot of exactly this size, None when there is no room or it exceeds a slab."""
         if not 0 < num_bytes <= self.slab_bytes:
             return None
-        room = self._with_room.setdefault(num_bytes, {})
-        if not room:
+        if not self._with_room.get(num_bytes):
             if not self._unused:
                 return None
             self._carve(self._unused.pop(), num_bytes)
+        room = self._with_room[num_bytes]
         index = next(iter(room))
         slab = self._slabs[index]
-        offset = slab.free.pop()
-        slab.used += 1
-        if not slab.free:
+        offset = slab.take(num_bytes)
+        if not slab.has_room:
             del room[index]
+            self._forget_size(num_bytes)
         return Slot(offset, num_bytes, index)
 
     def free(self, slot: Slot) -> None:
@@ -76,20 +90,24 @@ class Arena:
         slab = self._slabs[slot.slab]
         slab.free.append(slot.offset)
         slab.used -= 1
-        room = self._with_room[slot.num_bytes]
+        room = self._with_room.setdefault(slot.num_bytes, {})
         room[slot.slab] = None
         if slab.used == 0:
             del room[slot.slab]
+            self._forget_size(slot.num_bytes)
             slab.free.clear()
             self._unused.append(slot.slab)
 
     def _carve(self, index: int, slot_bytes: int) -> None:
         slab = self._slabs[index]
-        slab.slot_bytes = slot_bytes
-        start = index * self.slab_bytes
-        slab.free = [start + i * slot_bytes for i in range(self.slab_bytes // slot_bytes)]
-        slab.free.reverse()
-        self._with_room[slot_bytes][index] = None
+        slab.fresh = index * self.slab_bytes
+        slab.fresh_end = slab.fresh + self.slab_bytes - slot_bytes
+        self._with_room.setdefault(slot_bytes, {})[index] = None
+
+    def _forget_size(self, slot_bytes: int) -> None:
+        # Peers choose sizes: none is remembered for ever.
+        if not self._with_room[slot_bytes]:
+            del self._with_room[slot_bytes]
 
 
 def _round_down(num_bytes: int) -> int:

@@ -9,6 +9,7 @@ import grpc.aio
 from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 from services.common.blocks import BLOCK_ID_BYTES, split_owner
+from services.common.generations import MAX_GENERATION
 from services.common.transfer.errors import BlockInvalid
 from services.common.transfer.protocol import PeerAddress
 from services.kvstore.clearing import Clearing
@@ -68,6 +69,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         if len(request.owner_digest) != BLOCK_ID_BYTES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"owner_digest is not {BLOCK_ID_BYTES} bytes")
         tag, generation = split_owner(request.owner_digest)
+        if generation > MAX_GENERATION:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"generation {generation} is no time")
         try:
             await self._clearing.carry_out({tag: generation})
         except OSError as error:

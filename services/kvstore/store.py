@@ -162,7 +162,7 @@ class Store:
         offered = await self._take_in(headers, 0)
         whole = [block for block in offered if block.header.part is None]
         self.totals.rejected(len(offered) - len(whole), "invalid")
-        return self._reserve_whole(whole, created_s)
+        return self._reserve_whole(whole, min(created_s, int(self._clock())))
 
     async def _take_in(self, headers: Sequence[bytes], epoch: int) -> list[Offered]:
         """What of an offer may be kept at all; its parent is in RAM then, if it is here."""

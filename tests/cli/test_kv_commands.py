@@ -54,6 +54,14 @@ def test_nothing_is_cleared_without_redis(tmp_path: Path, valkey: Valkey, option
     assert "--redis-url" in result.stderr
 
 
+def test_a_tenant_without_a_name_is_refused(tmp_path: Path, valkey: Valkey, options: tuple[str, ...]) -> None:
+    """An unset variable in a script must not look like a clearing that was carried out."""
+    result = kvmesh("ctl", "kv", "clear", "--tenant", "", *options, state=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "--tenant is empty" in result.stderr
+    assert b"kvmesh" not in valkey._call("KEYS", "*generations*")
+
+
 def test_stats_of_all_registered_nodes(
     tmp_path: Path, valkey: Valkey, options: tuple[str, ...], start_kvstore: StartKvStore
 ) -> None:

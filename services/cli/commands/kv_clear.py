@@ -50,6 +50,8 @@ def clear(
     state: StateOption = None,
 ) -> None:
     """Put a tenant's cached blocks out of reach, drop them from every node and destroy their keys."""
+    if not tenant:
+        raise CliError("--tenant is empty: no tenant has that name")
     secret, url = mesh_secret(secret_file, state), redis_address(redis_url, state)
     if not url:
         raise CliError("--redis-url is needed where there is no local mesh")

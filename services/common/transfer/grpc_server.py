@@ -7,6 +7,7 @@ read only between two suspensions; a puller that stops reading loses it when the
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -51,7 +52,9 @@ class BlockTransferServicer(transfer_pb2_grpc.BlockTransferServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not 0 < len(ids) <= MAX_PULL_BLOCKS:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a pull of no or of too many blocks")
-        deadline_s = min(request.deadline_s, self._max_operation_s)
+        if math.isnan(request.deadline_s):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a deadline that is no number")
+        deadline_s = min(max(0.0, request.deadline_s), self._max_operation_s)
         wanted = PullRequest(ids, request.epoch, deadline_s, _current_traceparent(), _request_id(context), heads)
         try:
             async with asyncio.timeout(deadline_s):
@@ -70,7 +73,10 @@ class BlockTransferServicer(transfer_pb2_grpc.BlockTransferServicer):
         self, request_iterator: AsyncIterator[transfer_pb2.PushChunk], context: _Context
     ) -> transfer_pb2.PushResponse:
         """Keeps blocks one by one, so that at most one message is in memory."""
-        epoch = int(_metadata(context).get(EPOCH_METADATA, "0"))
+        said = _metadata(context).get(EPOCH_METADATA, "0")
+        if not said.isdecimal():
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an epoch that is no number")
+        epoch = int(said)
         accepted = rejected = 0
         try:
             async with asyncio.timeout(self._max_operation_s):

@@ -101,13 +101,15 @@ class TransferServer(ABC, Generic[C]):
         self._connections.discard(connection)
 
     def spawn_pull(self, session: Session[C], message: wire.Pull) -> None:
-        """Serve a pull in a task of its own."""
+        """Serve a pull in a task of its own. Raises ProtocolViolation."""
+        if message.op in session.pulls:
+            raise ProtocolViolation("two pulls of one number")
         request = replace(message.request(self._max_operation_s), same_host=self.same_host)
         if self._closing or self._num_operations >= MAX_OPERATIONS:
             session.connection.send(wire.PullEnd(message.op, 0, STOP_OVERLOAD))
             return
-        pull = self._served_pull(session, message, request)
-        self._spawn(self._operation(session.connection, pull.run(self._source)))
+        pull = session.pulls[message.op] = self._served_pull(session, message, request)
+        self._operate(session.connection, pull.run(self._source))
 
     def spawn_push(self, session: Session[C], message: wire.Offer | wire.ShownOffer) -> None:
         """Serve a push in a task of its own."""
@@ -116,19 +118,25 @@ class TransferServer(ABC, Generic[C]):
         if self._closing or self._num_operations >= MAX_OPERATIONS:
             session.connection.send(wire.PushEnd(message.op, 0))
             return
-        self._spawn(self._operation(session.connection, self._serve_push(session.connection, message)))
+        self._operate(session.connection, self._serve_push(session.connection, message))
 
     def note_read(self, request: PullRequest, duration_s: float) -> None:
         """A peer has read blocks by itself. Raises ProtocolViolation where there is nothing to be read."""
         raise ProtocolViolation("blocks read that were not shown")
 
-    async def _operation(self, connection: C, work: Coroutine[Any, Any, None]) -> None:
+    def _operate(self, connection: C, work: Coroutine[Any, Any, None]) -> None:
+        # Counted at once: one packet may ask for many.
         self._num_operations += 1
         connection.begin()
+        self._spawn(self._operation(connection, work))
+
+    async def _operation(self, connection: C, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except TransferError as error:
             _log.warning("a served transfer failed", detail=str(error))
+            if isinstance(error, ProtocolViolation):
+                connection.fail(error)
         finally:
             connection.end()
             self._num_operations -= 1
@@ -168,7 +176,7 @@ class Session(Generic[C]):
         elif isinstance(message, wire.Offer | wire.ShownOffer):
             self._server.spawn_push(self, message)
         elif isinstance(message, wire.WasRead):
-            self._server.note_read(message.request(), max(0.0, message.duration_s))
+            self._server.note_read(message.request(), message.took_s)
         elif isinstance(message, wire.Cancel | wire.Taken):
             if message.op in self.pulls:
                 self.pulls[message.op].handle(message)
@@ -204,7 +212,6 @@ class ServedPull(ABC, Generic[C]):
 
     async def run(self, source: BlockSource) -> None:
         """From the lease to its release."""
-        self._session.pulls[self._number] = self
         try:
             try:
                 async with asyncio.timeout(self._request.deadline_s):

@@ -98,8 +98,9 @@ class ShmServer(TransferServer[ShmConnection]):
     async def _serve_push(self, connection: ShmConnection, message: wire.Offer | wire.ShownOffer) -> None:
         if not isinstance(message, wire.ShownOffer) or len(message.places) != len(message.headers):
             raise ProtocolViolation("an offer without places")
+        deadline_s = wire.bounded_s(message.deadline_s, self._max_operation_s)
         reservation = await self._sink.reserve(message.headers, message.epoch)
-        until_s = asyncio.get_running_loop().time() + min(message.deadline_s, self._max_operation_s)
+        until_s = asyncio.get_running_loop().time() + deadline_s
         try:
             await _copy_in(connection, message.places[reservation.num_held :], reservation.buffers, until_s)
         except BaseException:

@@ -27,6 +27,8 @@ from services.common.transfer.ucx_connection import UcxConnection
 from services.common.transfer.ucx_groups import Extent, run_lengths, span
 from services.common.transfer.ucx_reactor import UcxReactor
 
+_MAX_PORT = 65535
+
 
 class UcxTransport:
     """Transport over UCX."""
@@ -63,7 +65,7 @@ class UcxTransport:
 
     async def _connect(self, address: str) -> UcxConnection:
         host, separator, port = address.rpartition(":")
-        if not separator or not port.isdigit():
+        if not separator or not port.isdecimal() or len(port) > 5 or int(port) > _MAX_PORT:
             raise PeerLost(f"{address!r} is no pull address")
         return await UcxConnection.connect(self._reactor.connect(host, int(port)), self._key)
 
@@ -181,13 +183,15 @@ class _PushOperation:
     def handle(self, message: wire.ToClient) -> None:
         """As `Operation.handle`."""
         if isinstance(message, wire.Accept) and self._accepted is None:
+            if message.first < 0 or message.num_blocks < 0:
+                raise ProtocolViolation("fewer than no blocks accepted")
             self._accepted = message.first + message.num_blocks
             if self._accepted > len(self._payloads):
                 raise ProtocolViolation("more blocks accepted than offered")
             for offset, payload in enumerate(self._payloads[message.first : self._accepted]):
                 self._outstanding += 1
                 self._connection.endpoint.tag_send(payload, message.tag + offset, self._sent)
-        elif isinstance(message, wire.PushEnd) and message.accepted <= (self._accepted or 0):
+        elif isinstance(message, wire.PushEnd) and 0 <= message.accepted <= (self._accepted or 0):
             self._end = message
         else:
             raise ProtocolViolation(f"unexpected {type(message).__name__} in a push")

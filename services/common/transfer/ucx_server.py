@@ -59,7 +59,7 @@ class UcxServer(TransferServer[UcxConnection]):
     async def _serve_push(self, connection: UcxConnection, message: wire.Offer | wire.ShownOffer) -> None:
         if not isinstance(message, wire.Offer):
             raise ProtocolViolation("an offer of memory that is not shown")
-        deadline_s = min(message.deadline_s, self._max_operation_s)
+        deadline_s = wire.bounded_s(message.deadline_s, self._max_operation_s)
         reservation = await self._sink.reserve(message.headers, message.epoch)
         buffers = reservation.buffers
         tag = connection.take_receive_tags(len(buffers)) if buffers else 0

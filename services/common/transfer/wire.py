@@ -10,6 +10,7 @@ say where payloads lie, and the reader says when it has taken them. Messages are
 from __future__ import annotations
 
 import hmac
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -26,6 +27,8 @@ FRAME_BYTES = 192
 MAX_CONTROL_BYTES = 128 * 1024
 _LENGTH = struct.Struct("<I")
 _TAG_COUNTER_BITS = 24
+# Longest time that a read of shown memory can be said to have taken.
+_MAX_READ_S = 3600.0
 
 # Region, offset and size of a payload in memory that the sender shows.
 Place = tuple[int, int, int]
@@ -90,7 +93,7 @@ class Pull(Control, frozen=True):
 
     def request(self, max_deadline_s: float) -> PullRequest:
         """What is asked for, in at most so many seconds. Raises ProtocolViolation."""
-        deadline_s = min(self.deadline_s, max_deadline_s)
+        deadline_s = bounded_s(self.deadline_s, max_deadline_s)
         ids, heads = _ids(self.ids), _heads(self.heads)
         return PullRequest(ids, self.epoch, deadline_s, self.traceparent, self.request_id, heads)
 
@@ -200,6 +203,11 @@ class WasRead(Control, frozen=True):
         heads = _heads(self.heads)
         return PullRequest(_ids(self.ids), 0, 0.0, self.traceparent, self.request_id, heads, same_host=True)
 
+    @property
+    def took_s(self) -> float:
+        """How long it took, as far as that can be. Raises ProtocolViolation when it is no number."""
+        return bounded_s(self.duration_s, _MAX_READ_S)
+
 
 class ShownOffer(Control, frozen=True):
     """A push over shared memory: headers, and where the payloads lie until PushEnd."""
@@ -252,6 +260,13 @@ def split(data: memoryview) -> Iterator[memoryview]:
         size = _LENGTH.size + _LENGTH.unpack_from(data)[0]
         yield data[:size]
         data = data[size:]
+
+
+def bounded_s(said_s: float, most_s: float) -> float:
+    """A peer's idea of a time, from 0 to `most_s`. Raises ProtocolViolation when it is no number."""
+    if math.isnan(said_s):
+        raise ProtocolViolation("a time that is no number")
+    return min(max(0.0, said_s), most_s)
 
 
 def _ids(data: bytes) -> list[BlockId]:

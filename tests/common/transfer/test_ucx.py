@@ -15,7 +15,7 @@ from services.common.blocks import join_ids
 from services.common.security import MeshSecret
 from services.common.transfer import wire
 from services.common.transfer.errors import PeerLost, ProtocolViolation
-from services.common.transfer.protocol import PROTOCOL_VERSION, PeerAddress
+from services.common.transfer.protocol import PROTOCOL_VERSION, PeerAddress, PushRequest
 from services.common.transfer.ucx_client import UcxTransport
 from services.common.transfer.ucx_connection import UcxConnection
 from services.common.transfer.ucx_reactor import UcxEndpoint, UcxReactor, transports
@@ -158,6 +158,32 @@ async def test_groups_that_do_not_fit_the_buffers_are_refused(reactor: UcxReacto
         await pulling
     assert pulled.headers == []
     assert bytes(pulled.memory) == bytes(len(pulled.memory))
+    await transport.close()
+    await eventually(lambda: connection.error is not None)
+
+
+@pytest.mark.parametrize(("first", "count", "accepted"), [(-1, 2, 0), (2, -1, 0), (0, 3, 0), (0, 0, -1), (0, 0, 1)])
+async def test_a_holder_that_accepts_what_was_not_offered(
+    reactor: UcxReactor, first: int, count: int, accepted: int
+) -> None:
+    """Counts that cannot be are no result of a push, and move nothing."""
+    accepting: asyncio.Future[UcxEndpoint] = asyncio.get_running_loop().create_future()
+    port = reactor.listen(0, accepting.set_result)
+    transport = UcxTransport(reactor, _KEY)
+    data = memoryview(payload(chain(1)[0], BLOCK_BYTES))
+    offer = PushRequest([header(chain(1), 0, bytes(data))] * 2, [data] * 2, EPOCH, 5.0)
+    pushing = asyncio.ensure_future(transport.push(PeerAddress(f"127.0.0.1:{port}", ""), offer))
+    connection = await UcxConnection.accept(await accepting, _KEY)
+    asked: asyncio.Future[wire.AnyControl] = asyncio.get_running_loop().create_future()
+    connection.on_message = asked.set_result
+    connection.start()
+    message = await asked
+    assert isinstance(message, wire.Offer)
+    connection.send(wire.Accept(message.op, first, count, connection.take_receive_tags(2)))
+    connection.send(wire.PushEnd(message.op, accepted))
+    async with asyncio.timeout(2):
+        with pytest.raises(ProtocolViolation):
+            await pushing
     await transport.close()
     await eventually(lambda: connection.error is not None)
 
