@@ -21,6 +21,8 @@ from services.worker.sequence import Request
 PushPolicy = Literal["write_through", "on_eviction"]
 # How often the pool is asked for what goes next.
 _LOOK_EVERY_S = 0.05
+# A block that the node refused so often is not offered late again, nor what hangs on it, for so long.
+_MOST_REFUSALS, _REST_S = 2, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Pushes:
         # Of every block in the pool, where they are offered late.
         self._origins: dict[BlockId, _Origin] = {}
         self._looked_s = float("-inf")
+        # Refusals in a row of blocks in the pool that are offered late, and when they were last looked at before.
+        self._refusals: dict[BlockId, tuple[int, float]] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -70,6 +74,7 @@ class Pushes:
     def set_target(self, target: Node | None, now: float) -> None:
         """Another kvstore node, or none: what was pushed is not known to be there."""
         self.memory.switch(target, now)
+        self._refusals.clear()
 
     def completed(self, request: Request, slot: int, now: float) -> PushBlocks | None:
         """The block in `slot` and its ancestors are registered: offer what is missing, or remember whose it is."""
@@ -93,7 +98,9 @@ class Pushes:
             origin = self._origins.get(block_id) if block_id is not None else None
             if self._num_blocks >= self._max_blocks:
                 break
-            if origin is not None and (push := self._push(slot, origin, now, "")) is not None:
+            if origin is None or self._rests(slot, now):
+                continue
+            if (push := self._push(slot, origin, now, "")) is not None:
                 pushes.append(push)
         return pushes
 
@@ -108,6 +115,8 @@ class Pushes:
             # The mover learns of another target at another moment than we do.
             went_there = (done.location_id, done.epoch) == memory.target
             memory.refused(push.ids[done.accepted if went_there else 0 :])
+            if went_there and self._policy == "on_eviction":
+                self._note_refusals(push.ids, done)
             if went_there and done.refused and not done.accepted:
                 memory.doubt_ancestors(push.slots[0])
         self._pool.release(push.slots, keep_age=True)
@@ -119,6 +128,7 @@ class Pushes:
                 self.dropped += self.memory.count_missing(removed)
             for block_id in removed:
                 self._origins.pop(block_id, None)
+                self._refusals.pop(block_id, None)
         self.memory.forget(removed)
 
     def _remember(self, slot: int, origin: _Origin) -> None:
@@ -126,6 +136,21 @@ class Pushes:
         while step is not None and (block_id := self._pool.id_of(step)) is not None and block_id not in self._origins:
             self._origins[block_id] = origin
             step = self._pool.parent_of(step)
+
+    def _note_refusals(self, ids: Sequence[BlockId], done: PushDone) -> None:
+        """Once may be for want of ancestors, which then go with it; more often: no room, or the tenant was cleared."""
+        for block_id in ids[: done.accepted]:
+            self._refusals.pop(block_id, None)
+        for block_id in ids[done.accepted :] if done.refused else ():
+            self._refusals[block_id] = self._refusals.get(block_id, (0, 0.0))[0] + 1, self._looked_s
+
+    def _rests(self, slot: int, now: float) -> bool:
+        """Whether the node would not take the block in `slot`, or one before it that it lacks, a moment ago."""
+        for missing in self.memory.missing(slot):
+            count, refused_s = self._refusals.get(self._ids([missing])[0], (0, 0.0))
+            if count >= _MOST_REFUSALS and now < refused_s + _REST_S:
+                return True
+        return False
 
     def _push(self, slot: int, origin: _Origin, now: float, traceparent: str) -> PushBlocks | None:
         """Push the block in `slot` and its ancestors that were not pushed, as far as the bounds allow."""

@@ -37,16 +37,17 @@ class Scene:
         self.pool.release(slots)
         self.pushes.forget(self.pool.take_changes()[1])
 
-    def leaving(self) -> list[tuple[int, list[int]]]:
-        """Owner and blocks of what is offered now, all of it taken."""
-        self.now += 1.0
+    def leaving(self, after_s: float = 1.0, refused: int = -1) -> list[tuple[int, list[int]]]:
+        """Owner and blocks of what is offered now, all of it taken but for what is of owner `refused`."""
+        self.now += after_s
         offers = []
         for push in self.pushes.leaving(self.now):
             ids = split_ids(push.ids)
             assert push.starts_chain
             offers.append((push.owner_digest[0], [block_id[1] for block_id in ids]))
             assert all(block_id[0] == push.owner_digest[0] for block_id in ids)
-            self.pushes.finish(PushDone(push.key, len(ids), *A, False))
+            is_refused = push.owner_digest[0] == refused
+            self.pushes.finish(PushDone(push.key, 0 if is_refused else len(ids), *A, is_refused))
         return offers
 
 
@@ -89,12 +90,31 @@ def test_without_a_node_nothing_is_offered_or_counted() -> None:
     assert scene.pushes.dropped == 0
 
 
+def test_what_the_node_keeps_refusing_is_not_offered_at_every_step() -> None:
+    """Blocks of a cleared tenant, say, stay in the pool until others need their place."""
+    scene = Scene()
+    scene.pushes.set_target(A, 0.0)
+    for number in range(6):
+        scene.use(number)
+    assert scene.leaving(refused=1) == [(0, [0, 1]), (1, [0, 1]), (2, [0, 1]), (3, [0, 1])]
+    assert scene.leaving(refused=1) == [(1, [0, 1])]
+    for _ in range(40):
+        assert scene.leaving(0.1, refused=1) == []
+    assert scene.leaving(5.0, refused=1) == [(1, [0, 1])]
+    assert scene.leaving(1.0) == []
+    scene.pushes.set_target(("another", 1), scene.now)
+    scene.pushes.set_target(A, scene.now)
+    assert scene.leaving()[1] == (1, [0, 1])
+    assert scene.leaving() == []
+
+
 def test_what_is_known_of_blocks_ends_with_them() -> None:
     scene = Scene()
     scene.pushes.set_target(A, 0.0)
     for number in range(40):
         scene.use(number)
-        scene.leaving()
+        scene.leaving(refused=number % 3)
+    assert set(scene.pushes._refusals) <= set(scene.pool.held_ids())
     assert len(scene.pushes._origins) == len(list(scene.pool.held_ids())) == SIZE
 
 
