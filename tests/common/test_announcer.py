@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.exceptions import RedisError
@@ -15,7 +13,7 @@ from services.common.announced_set import BATCH_IDS, AnnouncedSet
 from services.common.announcements import Kind, pack_adds, unpack_adds
 from services.common.announcer import Announcer, Tier
 from services.common.blocks import BlockId, split_ids
-from services.common.redis_client import RedisClient, connect_redis
+from services.common.redis_client import RedisClient
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually_async
 
@@ -88,13 +86,6 @@ def test_batches_are_bounded() -> None:
 def test_entries_pack() -> None:
     entries = [(id_, number % 3) for number, id_ in enumerate(IDS)]
     assert unpack_adds(pack_adds(entries)) == entries
-
-
-@pytest.fixture
-async def client(valkey: Valkey) -> AsyncIterator[RedisClient]:
-    client = connect_redis(valkey.url)
-    yield client
-    await client.aclose()
 
 
 async def test_it_keeps_nothing_back_and_leaves_nothing_behind(client: RedisClient) -> None:

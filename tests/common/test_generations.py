@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import stat
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
@@ -29,21 +29,6 @@ KEY = bytes(range(32))
 ONE, TWO = tenant_tag(KEY, "one"), tenant_tag(KEY, "two")
 KEYS = KeySpace().generations()
 tables = st.dictionaries(st.sampled_from([ONE, TWO, b"x" * 8]), st.integers(1, 2**53))
-
-
-@pytest.fixture
-async def client(valkey: Valkey) -> AsyncIterator[RedisClient]:
-    client = connect_redis(valkey.url)
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
-async def tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    async with asyncio.TaskGroup() as group:
-        yield group
-        for task in list(group._tasks):
-            task.cancel()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -19,21 +18,6 @@ from tests.support.waiting import eventually, eventually_async
 def record(name: str = "w1", **changes: object) -> LocationRecord:
     base = LocationRecord(kind="worker", id=name, epoch=new_epoch(), host="h", grpc_address="127.0.0.1:1")
     return msgspec.structs.replace(base, **changes)
-
-
-@pytest.fixture
-async def client(valkey: Valkey) -> AsyncIterator[RedisClient]:
-    client = connect_redis(valkey.url)
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
-async def tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    async with asyncio.TaskGroup() as group:
-        yield group
-        for task in list(group._tasks):
-            task.cancel()
 
 
 async def test_a_new_a_changed_and_a_withdrawn_location_are_seen_within_100_ms(

@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import re
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 
 from services.gateway.keys import hash_key, new_key
-from tests.support.mesh import MODEL, Mesh, running_mesh, scrape, total, wait_for
+from tests.support.completions import Completion, complete
+from tests.support.mesh import Mesh, running_mesh, scrape, total, wait_for
 
 PROMPTS = range(6)
 NODES = ("kvstore-0", "kvstore-1")
@@ -28,19 +27,13 @@ class Tenant:
         self.name = name
         self.key = new_key()
 
-    def complete(self, mesh: Mesh, number: int, max_tokens: int = 2, **more: Any) -> dict[str, Any]:
-        """A completion of one of a few long prompts, greedy."""
-        prompt = " ".join(f"word{(number * 7919 + i * 31) % 997}" for i in range(60))
-        fields = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
-        headers = {"content-type": "application/json", "authorization": f"Bearer {self.key}"}
-        request = Request(f"{mesh.url}/v1/completions", json.dumps(fields).encode(), headers)
-        with urlopen(request, timeout=120) as response:
-            answer: dict[str, Any] = json.loads(response.read())
-        return answer
+    def complete(self, mesh: Mesh, number: int, max_tokens: int = 2, **fields: Any) -> Completion:
+        """A completion of one of a few long prompts."""
+        return complete(mesh.url, number, 60, max_tokens, api_key=self.key, **fields)
 
     def cached(self, mesh: Mesh, number: int) -> int:
         """Prompt tokens of one request that were not computed."""
-        return int(self.complete(mesh, number)["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return self.complete(mesh, number).cached_tokens
 
 
 ONE, TWO = Tenant("one"), Tenant("two")
@@ -85,7 +78,7 @@ def settled(mesh: Mesh) -> float:
 
 def clear(mesh: Mesh, tenant: Tenant) -> str:
     """`kvmesh ctl kv clear`; what it says."""
-    return mesh._kvmesh("ctl", "kv", "clear", "--tenant", tenant.name).stdout
+    return mesh.kvmesh("ctl", "kv", "clear", "--tenant", tenant.name).stdout
 
 
 def test_nothing_of_a_cleared_tenant_is_reused(mesh: Mesh) -> None:
@@ -131,10 +124,7 @@ def test_a_restarted_node_brings_nothing_back(mesh: Mesh) -> None:
     remaining = stored(mesh, "ssd")
     assert remaining > 0
     for node in NODES:
-        pid = mesh.process(node)["pid"]
-        mesh.kill(node, signal.SIGKILL)
-        wait_for(lambda: mesh.process(node)["pid"] not in (None, pid), within_s=20, what="a new process")  # noqa: B023
-    mesh.wait_ready()
+        mesh.replace(node)
     assert stored(mesh, "ssd") == remaining
     assert ONE.cached(mesh, 60) == 0
     assert TWO.cached(mesh, 60) > 0
@@ -146,10 +136,7 @@ def test_nor_does_a_redis_that_forgets_or_a_gateway_that_starts(mesh: Mesh) -> N
         ONE.complete(mesh, number)
     clear(mesh, ONE)
     for name in ("valkey", "gateway-0"):
-        pid = mesh.process(name)["pid"]
-        mesh.kill(name, signal.SIGKILL)
-        wait_for(lambda: mesh.process(name)["pid"] not in (None, pid), within_s=20, what="a new process")  # noqa: B023
-        mesh.wait_ready()
+        mesh.replace(name)
     assert [ONE.cached(mesh, number) for number in numbers] == [0] * len(numbers)
     assert "NOT carried out" not in clear(mesh, ONE)
     assert ONE.cached(mesh, numbers[0]) == 0

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 
@@ -28,7 +27,8 @@ from services.common.keys import KeySpace, location_key
 from services.common.redis_client import connect_redis
 from tests.faults.transfers import STALL_LIMIT_S, Record, report
 from tests.kvstore.conftest import KvStoreProcess
-from tests.support.mesh import MODEL, Mesh, running_mesh, total, wait_for
+from tests.support.completions import Completion, complete
+from tests.support.mesh import Mesh, running_mesh, total, wait_for
 from tests.support.netns import Island, island
 from tests.support.valkey import Valkey
 
@@ -46,16 +46,6 @@ _ENVIRONMENT = {"KVMESH_WORKER_PULL_HALF_LIFE_S": "0.5"}
 
 
 @dataclass
-class Answer:
-    """What a client got of one request."""
-
-    text: str
-    cached_tokens: int
-    prompt_tokens: int
-    seconds: float
-
-
-@dataclass
 class Scene:
     """A mesh, its node behind a link, and what is known of the prompts."""
 
@@ -64,26 +54,12 @@ class Scene:
     valkey: Valkey
     node: KvStoreProcess
     revive: Callable[[], KvStoreProcess]
-    cold: list[Answer] = field(default_factory=list)
+    cold: list[Completion] = field(default_factory=list)
     last: int = 0
 
-    def ask(self, number: int) -> Answer:
+    def ask(self, number: int) -> Completion:
         """One greedy completion."""
-        prompt = " ".join(f"word{(number * 7919 + i * 31) % 997}" for i in range(_WORDS))
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True}
-        request = Request(
-            f"{self.mesh.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        started_s = time.monotonic()
-        with urlopen(request, timeout=60) as response:
-            answer = json.loads(response.read())
-        usage = answer["usage"]
-        return Answer(
-            answer["choices"][0]["text"],
-            usage["prompt_tokens_details"]["cached_tokens"],
-            usage["prompt_tokens"],
-            time.monotonic() - started_s,
-        )
+        return complete(self.mesh.url, number, _WORDS, _TOKENS, timeout_s=60, ignore_eos=True)
 
     def next_prompt(self) -> int:
         """The prompt that was asked longest ago: the worker has given it up."""
@@ -157,7 +133,7 @@ def _warm_up(scene: Scene) -> None:
 
 
 @contextmanager
-def disturbed(scene: Scene, fault: Callable[[], None]) -> Iterator[tuple[int, Future[Answer], float]]:
+def disturbed(scene: Scene, fault: Callable[[], None]) -> Iterator[tuple[int, Future[Completion], float]]:
     """A request whose pull was under way when `fault` came: its prompt, its answer to come, and when that was."""
     number = scene.next_prompt()
     with ThreadPoolExecutor(1) as pool:
@@ -176,7 +152,7 @@ def wait_for_bytes(link: Island, count: int) -> None:
         time.sleep(0.001)
 
 
-def _check_cut_pull(scene: Scene, number: int, answer: Answer, at_s: float, name: str, record: Record) -> None:
+def _check_cut_pull(scene: Scene, number: int, answer: Completion, at_s: float, name: str, record: Record) -> None:
     """The pull had begun and did not end well, the text is right, and the pull took no time worth mentioning.
 
     extra_s, against the request that computed everything, varies with whatever else the machine does.

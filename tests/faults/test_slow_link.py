@@ -7,11 +7,8 @@ prompt's blocks have left it when the prompt comes again.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.kvstore.conftest import KvStoreProcess
+from tests.support.completions import long_prompt
 from tests.support.mesh import MODEL, Mesh, running_mesh, scrape, total, wait_for
 from tests.support.netns import Island, island
 from tests.support.valkey import Valkey
@@ -69,8 +68,8 @@ class Scene:
         number = self._turn % _PROMPTS
         self._turn += 1
         before = self._planned(), self._pulled()
-        words = " ".join(f"word{(number * 7919 + i * 31) % 997}" for i in range(_WORDS))
-        body: dict[str, Any] = {"model": MODEL, "prompt": words, "max_tokens": 6, "temperature": 0, "stream": True}
+        prompt = long_prompt(number, _WORDS)
+        body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": 6, "temperature": 0, "stream": True}
         body["stream_options"] = {"include_usage": True}
         text, ttft_s, cached = "", 0.0, 0
         started_s = time.monotonic()
@@ -92,7 +91,7 @@ class Scene:
 
     def indexed(self) -> int:
         """Blocks that the router knows of there."""
-        views = json.loads(self.mesh._kvmesh("ctl", "kvstores", "--json").stdout)
+        views = json.loads(self.mesh.kvmesh("ctl", "kvstores", "--json").stdout)
         return sum(int(view["indexed_blocks"]) for view in views)
 
     def cut(self) -> float:
@@ -109,22 +108,11 @@ class Scene:
 _JSON = {"content-type": "application/json"}
 
 
-@contextmanager
-def node_behind(link: Island, folder: Path, secret_file: Path, redis_url: str) -> Iterator[str]:
-    """A kvstore node there; its metrics address."""
-    ready_file = folder / "node.json"
-    command = [*link.within, sys.executable, "-m", "services.kvstore", "--instance", "island"]
-    command += ["--listen", f"{link.address}:0", "--pull-listen", f"{link.address}:0"]
-    command += ["--metrics-listen", f"{link.address}:0", "--redis-url", redis_url, "--ram-bytes", str(2**28)]
-    command += ["--mesh-secret-file", str(secret_file), "--ready-file", str(ready_file)]
-    with (folder / "node.log").open("wb") as log:
-        process = subprocess.Popen(command, stderr=log)
-    try:
-        wait_for(ready_file.exists, within_s=30, what="the node serves")
-        yield str(json.loads(ready_file.read_text())["metrics"])
-    finally:
-        process.terminate()
-        process.wait(20)
+def start_node(link: Island, folder: Path, secret: str, redis_url: str) -> KvStoreProcess:
+    """A kvstore node behind the link."""
+    options = ("--listen", f"{link.address}:0", "--pull-listen", f"{link.address}:0")
+    options += ("--metrics-listen", f"{link.address}:0", "--ram-bytes", str(2**28))
+    return KvStoreProcess(folder, redis_url, "auto", *options, name="island", secret=secret, within=link.within)
 
 
 @pytest.fixture
@@ -137,11 +125,12 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         try:
             options = ("--workers", "1", "--kvstores", "0", "--kv-cache-mb", str(_POOL_MB), "--redis", valkey.url)
             env = {"KVMESH_WORKER_PULL_HALF_LIFE_S": str(_HALF_LIFE_S)}
-            with (
-                running_mesh(state, *options, env=env) as mesh,
-                node_behind(link, folder, state / "mesh_secret", valkey.url) as node_metrics,
-            ):
-                yield Scene(mesh, link, node_metrics)
+            with running_mesh(state, *options, env=env) as mesh:
+                node = start_node(link, folder, (state / "mesh_secret").read_text().strip(), valkey.url)
+                try:
+                    yield Scene(mesh, link, node.ready["metrics"])
+                finally:
+                    node.end()
         finally:
             valkey.stop()
 

@@ -136,6 +136,13 @@ async def recovery_s(transport: Transport, peer: PeerAddress, since_s: float) ->
             await asyncio.sleep(0.02)
 
 
+def assert_in_time(record: Record, what: str, stall_s: float, recovered_s: float) -> None:
+    """Nobody waited for too long, and the peer was reached soon after it was back; both are reported."""
+    report(record, what, stall_s=stall_s, recovered_s=recovered_s)
+    assert stall_s < STALL_LIMIT_S
+    assert recovered_s < RECOVERY_LIMIT_S
+
+
 def report(record: Record, what: str, **seconds: float) -> None:
     """Keep the measured times with the test's result and show them."""
     for name, value in seconds.items():

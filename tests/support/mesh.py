@@ -47,7 +47,7 @@ class Mesh:
 
     def ps(self) -> list[dict[str, Any]]:
         """Every process of the mesh as `kvmesh ps --json` tells it."""
-        output = self._kvmesh("ps", "--json").stdout
+        output = self.kvmesh("ps", "--json").stdout
         return json.loads(output)  # type: ignore[no-any-return]
 
     def process(self, name: str) -> dict[str, Any]:
@@ -62,6 +62,13 @@ class Mesh:
         """Send a signal to one process."""
         os.kill(self.process(name)["pid"], number)
 
+    def replace(self, name: str) -> None:
+        """Kill one process, and wait until the supervisor has started another one and everything is ready."""
+        before = self.process(name)["pid"]
+        self.kill(name)
+        wait_for(lambda: self.process(name)["pid"] not in (None, before), within_s=20, what="a new process")
+        self.wait_ready()
+
     def metrics(self, name: str) -> dict[str, float]:
         """Samples of a process's `/metrics`, by series name with labels."""
         return scrape(self.process(name)["metrics"])
@@ -74,7 +81,8 @@ class Mesh:
         """All log files, for a failure's report and for searching what must not be in them."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.state.rglob("*.log")))
 
-    def _kvmesh(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def kvmesh(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the command line on this mesh. Raises CalledProcessError when it fails."""
         return subprocess.run(
             [*KVMESH, *arguments, "--state", str(self.state)],
             env=self.env,
@@ -113,4 +121,4 @@ def running_mesh(state: Path, *options: str, env: dict[str, str] | None = None) 
         assert started.returncode == 0, f"{started.stdout}\n{started.stderr}\n{mesh.logs()[-4000:]}"
         yield mesh
     finally:
-        mesh._kvmesh("down")
+        mesh.kvmesh("down")

@@ -71,8 +71,7 @@ class Scene:
 def test_what_is_new_goes_once_and_at_once() -> None:
     scene = Scene()
     scene.compute(3)
-    assert scene.offer() is None
-    scene.transfers.pushes.set_target(A, 0.0)
+    assert scene.offer() is None, "there is no target"
     scene = Scene()
     scene.transfers.pushes.set_target(A, 0.0)
     scene.compute(30)
