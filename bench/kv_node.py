@@ -38,6 +38,8 @@ SECRET_TEXT = "a secret for measuring"
 SECRET = MeshSecret(SECRET_TEXT)
 INSTANCE = "kv-bench"
 NUM_KV_HEADS = 8
+# Of the default model: layers, keys and values, KV heads, tokens, head dimension, bytes of a bfloat16.
+DEFAULT_BLOCK_BYTES = 30 * 2 * 3 * 16 * 64 * 2
 _OFFER_BYTES = 32 * 2**20
 _MAX_OFFER_BLOCKS = 32
 _START_DEADLINE_S = 120.0

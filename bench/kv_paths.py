@@ -18,17 +18,15 @@ from pathlib import Path
 import numpy as np
 
 from bench.kv_node import block_format, chain
+from bench.kv_peers import walked_blocks
 from bench.kv_socket import REQUEST
 from services.common.blocks import BlockId
 from services.common.transfer.header import decode_header, make_header, verify_block, verify_payload
 from services.common.transfer.protocol import PeerAddress, PullRequest, Transport
 from services.common.transfer.shm_client import ShmTransport
 
-# Blocks that RAM paths walk round: three times the last cache of common processors at the smallest size.
-NUM_BLOCKS = 48
 # A block in shared memory is read by the holder's directory, or asked for and lent.
 ONE_SIDED, ASKED = "one-sided", "asked"
-_WALK_BYTES = 96 * 2**20
 _DEADLINE_S = 30.0
 
 
@@ -53,15 +51,10 @@ class Buffers:
     """Destination slots, touched once so that page faults are not measured. Page-aligned, as O_DIRECT wants them."""
 
     def __init__(self, block_bytes: int, num_blocks: int = 0) -> None:
-        count = num_blocks or num_walked(block_bytes)
+        count = num_blocks or walked_blocks(block_bytes)
         self.memory = memoryview(mmap.mmap(-1, count * block_bytes))
         self.memory[:] = bytes(len(self.memory))
         self.slots = [self.memory[i * block_bytes : (i + 1) * block_bytes] for i in range(count)]
-
-
-def num_walked(block_bytes: int) -> int:
-    """How many blocks of a size a path in RAM walks round."""
-    return max(NUM_BLOCKS, _WALK_BYTES // block_bytes)
 
 
 def walk(cell: Cell, num_blocks: int) -> Iterator[int]:

@@ -40,8 +40,8 @@ ENVIRONMENTS = {
 }
 # Those that the mesh itself depends on, measured bare.
 OURS = ("ucxx tcp", "ucxx shm", "ucxx cma")
-MIN_BLOCKS = 48
-WALK_BYTES = 96 * 2**20
+# What is walked round: three times the last cache of common processors at the smallest size of blocks.
+_WALK_BYTES, _MIN_BLOCKS = 96 * 2**20, 48
 MIN_CALLS = 3
 # Reads blocks from these offsets of the holder's memory into the same offsets of ours, and returns when they are in.
 Read = Callable[[Sequence[int], int], None]
@@ -267,8 +267,8 @@ class LmCache:
 
 
 def walked_blocks(size: int) -> int:
-    """How many blocks of a size are walked round, as in `bench.kv`."""
-    return max(MIN_BLOCKS, WALK_BYTES // size)
+    """How many blocks of a size a path in RAM walks round; those of the mesh's own paths too."""
+    return max(_MIN_BLOCKS, _WALK_BYTES // size)
 
 
 def calls(block_bytes: int, count: int) -> Iterator[list[int]]:

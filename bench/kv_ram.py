@@ -19,11 +19,11 @@ from bench.kv_paths import (
     Seen,
     checksum_path,
     memcpy_path,
-    num_walked,
     socket_path,
     transport_path,
     walk_chain,
 )
+from bench.kv_peers import walked_blocks
 from services.common.transfer.protocol import Transport
 
 MEMCPY, TCP = "memcpy", "tcp socket"
@@ -43,11 +43,11 @@ async def measure_ram(
 ) -> tuple[list[Measured], dict[str, float]]:
     """Everything in RAM, size by size, the paths taking turns; and the shares of a core that idle processes use."""
     sizes = list(dict.fromkeys(cell.block_bytes for cell in cells))
-    held_bytes = sum(size * num_walked(size) for size in sizes)
+    held_bytes = sum(size * walked_blocks(size) for size in sizes)
     found: list[Measured] = []
     with (
         running_node(folder, redis_url, ram_bytes=held_bytes + _HEADROOM_BYTES) as node,
-        _plain_socket(max(size * num_walked(size) for size in sizes)) as (socket_pid, connection),
+        _plain_socket(max(size * walked_blocks(size) for size in sizes)) as (socket_pid, connection),
     ):
         await _fill(node, sizes)
         for size in sizes:
@@ -73,7 +73,7 @@ async def run_rounds(paths: Sequence[Measured], rounds: int, seconds: float) -> 
 async def _fill(node: Node, sizes: Sequence[int]) -> None:
     pusher = Pusher()
     for size in sizes:
-        if await pusher.push(node, size, Prompt(chain(size, num_walked(size)))) != num_walked(size):
+        if await pusher.push(node, size, Prompt(chain(size, walked_blocks(size)))) != walked_blocks(size):
             raise RuntimeError("the node did not take all blocks")
     await pusher.close()
 
@@ -94,7 +94,7 @@ def _ceilings(cells: Sequence[Cell], target: Buffers, pid: int, connection: sock
 
 def _pulls(node: Node, transport: Transport, cells: Sequence[Cell], target: Buffers) -> Iterator[Measured]:
     for cell in cells:
-        ids = chain(cell.block_bytes, num_walked(cell.block_bytes))
+        ids = chain(cell.block_bytes, walked_blocks(cell.block_bytes))
         for verified in (True, False):
             seen = Seen()
             fetch = transport_path(cell, target, transport, node.peer, walk_chain(cell, ids), seen, verify=verified)

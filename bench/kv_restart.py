@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kv_node import (
+    DEFAULT_BLOCK_BYTES,
     INSTANCE,
     SECRET,
     Node,
@@ -49,7 +50,6 @@ from services.common.transfer.header import verify_block
 from services.common.transfer.protocol import PullRequest
 from services.common.transfer.shm_client import ShmTransport
 
-BLOCK_BYTES = 30 * 2 * 3 * 16 * 64 * 2
 PROMPT_BLOCKS = 125
 RESULTS = Path(__file__).parent / "results" / "kv_restart.json"
 _RAM_BYTES = 2**29
@@ -92,7 +92,9 @@ async def run(state: Path, disk: Path, redis_url: str, gib: float, rounds: int) 
     fills, restarts = [], []
     for encrypt in (False, True):
         settings = _settings(disk / f"encrypt-{encrypt}", gib, encrypt)
-        prompts = [chain(number, PROMPT_BLOCKS) for number in range(int(gib * 2**30 / BLOCK_BYTES / PROMPT_BLOCKS) + 1)]
+        prompts = [
+            chain(number, PROMPT_BLOCKS) for number in range(int(gib * 2**30 / DEFAULT_BLOCK_BYTES / PROMPT_BLOCKS) + 1)
+        ]
         node = Node(state, redis_url, **settings)
         try:
             fills.append(await fill(node, prompts) | {"encrypted": encrypt})
@@ -126,9 +128,9 @@ async def fill(node: Node, prompts: Sequence[Sequence[BlockId]]) -> Row:
     pusher, client = Pusher(), NodeClient(node)
     started_s, cpu_s = time.perf_counter(), cpu_seconds(node.pid)
     for ids in prompts:
-        if await pusher.push(node, BLOCK_BYTES, Prompt(ids)) != len(ids):
+        if await pusher.push(node, DEFAULT_BLOCK_BYTES, Prompt(ids)) != len(ids):
             raise RuntimeError("the node did not take all blocks")
-        await client.written(_UNWRITTEN_BYTES, BLOCK_BYTES)
+        await client.written(_UNWRITTEN_BYTES, DEFAULT_BLOCK_BYTES)
     await client.written(0, 1)
     duration_s, cpu_s = time.perf_counter() - started_s, cpu_seconds(node.pid) - cpu_s
     stats = (await client.stats()).ssd
@@ -147,7 +149,7 @@ async def fill(node: Node, prompts: Sequence[Sequence[BlockId]]) -> Row:
 async def restarted(node: Node, redis_url: str, prompts: Sequence[Sequence[BlockId]]) -> Row:
     """What a node that has just become ready does."""
     announced = asyncio.create_task(_announced(redis_url, sum(map(len, prompts))))
-    transport, target = ShmTransport(SECRET.pull_key, []), Buffers(BLOCK_BYTES, PROMPT_BLOCKS)
+    transport, target = ShmTransport(SECRET.pull_key, []), Buffers(DEFAULT_BLOCK_BYTES, PROMPT_BLOCKS)
     single_us, prompt_ms, first_s = [], [], 0.0
     for number in range(_PULLS):
         begun_s = time.perf_counter()
@@ -159,7 +161,7 @@ async def restarted(node: Node, redis_url: str, prompts: Sequence[Sequence[Block
         begun_s = time.perf_counter()
         await _pull(transport, node, ids, target)
         prompt_ms.append((time.perf_counter() - begun_s) * 1e3)
-    gigabytes = _PULLS * PROMPT_BLOCKS * BLOCK_BYTES / 1e9
+    gigabytes = _PULLS * PROMPT_BLOCKS * DEFAULT_BLOCK_BYTES / 1e9
     read_gb_per_s = gigabytes / (time.perf_counter() - started_s)
     announced_s = await announced - node.started_s
     await transport.close()
@@ -180,7 +182,7 @@ async def restarted(node: Node, redis_url: str, prompts: Sequence[Sequence[Block
 
 async def _pull(transport: ShmTransport, node: Node, ids: Sequence[BlockId], target: Buffers) -> None:
     def on_block(index: int, header: bytes, tier: str) -> None:
-        verify_block(header, target.slots[index], ids[index], block_format(BLOCK_BYTES))
+        verify_block(header, target.slots[index], ids[index], block_format(DEFAULT_BLOCK_BYTES))
         if tier != "ssd":
             raise RuntimeError(f"a block came from {tier}")
 

@@ -30,7 +30,7 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.table import Table
 
-from bench.kv_node import drop_from_page_cache
+from bench.kv_node import DEFAULT_BLOCK_BYTES, drop_from_page_cache
 from bench.kv_table import Machine
 from bench.load import Timing
 from bench.load_http import HttpLoad, http_load
@@ -43,7 +43,6 @@ _TAIL_TOKENS = 16
 _OUTPUT_TOKENS = 2
 _TOKENS = range(1_000, 40_000)
 # The pool: one prompt of 126 blocks and a little more. The small RAM: one that is being pulled and one more.
-_BLOCK_MB = 30 * 2 * 3 * 16 * 64 * 2 / 2**20
 _POOL_MB = 56
 _LARGE_RAM_MB, _SMALL_RAM_MB, _SSD_MB = 2048, 112, 2048
 _COMPUTED, _POOL, _RAM, _SSD = "computed", "local", "ram", "ssd"
@@ -200,7 +199,7 @@ def report(rows: list[dict[str, Any]], machine: Machine, path: Path) -> None:
     document = {
         "machine": asdict(machine),
         "prefix_tokens": PREFIX_TOKENS,
-        "prefix_mib": round(PREFIX_TOKENS // 16 * _BLOCK_MB, 1),
+        "prefix_mib": round(PREFIX_TOKENS // 16 * DEFAULT_BLOCK_BYTES / 2**20, 1),
         "rows": rows,
     }
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -25,7 +25,10 @@ from services.worker.sequence import Request
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Bounds: wait for a pull, blocks pinned for pushes, blocks pinned for remote pullers, old blocks to a new node."""
+    """Bounds: wait for a pull, blocks pinned for pushes, blocks pinned for remote pullers, old blocks to a new node.
+
+    push_policy: which blocks are offered, and when (`pushes`).
+    """
 
     max_pull_s: float = 5.0
     max_push_blocks: int = 256
