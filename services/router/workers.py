@@ -143,7 +143,7 @@ class WorkerTable:
         row["queued_tokens"] = load.queued_prefill_tokens
         row["decoding"] = load.decoding_sequences
         row["free_blocks"] = load.free_blocks
-        self._learn(worker, load, now_s)
+        self._learn(worker, load)
         for key in (*load.admitted, *load.ended):
             self._end_pending(worker, key)
         self._count_pending(worker, now_s)
@@ -190,7 +190,7 @@ class WorkerTable:
             if worker.pending:
                 self._count_pending(worker, now_s)
 
-    def _learn(self, worker: Worker, load: Load, now_s: float) -> None:
+    def _learn(self, worker: Worker, load: Load) -> None:
         row, identity = self._rows[worker.row], worker.identity
         if load.prefill_tokens_per_s > 0:
             row["prefill_tokens_per_s"] = load.prefill_tokens_per_s

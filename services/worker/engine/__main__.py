@@ -28,7 +28,7 @@ from services.worker.ipc import Link
 from services.worker.link_rates import LinkRates
 from services.worker.messages import Configure, EngineFailed, EngineReady, FromFrontToEngine, Message
 from services.worker.model.load import kv_layout, load_runner, open_model
-from services.worker.model.runner import CpuRunner
+from services.worker.model.runner import CpuRunner, RunnerSpec
 from services.worker.mover_messages import FromMoverToEngine
 from services.worker.rates import Rates
 from services.worker.transfers import TransferLimits
@@ -71,26 +71,7 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     block_key = _receive_key(front)
     runner = _load_runner(config, threads)
     spec = runner.spec
-    # What the pool cannot hold is not offered: a request that leaves max_tokens out gets all of the context.
-    context_length = min(spec.max_context, spec.num_blocks * BLOCK_TOKENS)
-    limits = CoreLimits(
-        SchedulerLimits(
-            max_context=context_length,
-            vocab_size=spec.vocab_size,
-            max_running=config.max_running,
-            max_queue_s=config.max_queue_s,
-            prefix_cache=config.prefix_cache,
-        ),
-        TransferLimits(
-            max_pull_s=config.max_pull_s,
-            max_push_blocks=config.max_push_blocks,
-            max_served_blocks=config.max_served_blocks,
-            repush_blocks_per_s=config.repush_bytes_per_s / spec.layout.block_bytes,
-            push_policy=config.push_policy,
-        ),
-        config.step_token_budget,
-        config.target_step_s,
-    )
+    limits = _limits(config, spec)
     speed = measure(runner, num_blocks=spec.num_blocks, max_context=spec.max_context, vocab_size=spec.vocab_size)
     rates = Rates(speed.prefill_tokens_per_s, speed.decode_step_s)
     # The runner's thread keeps its own number. For a draw a second thread costs more than it saves on a busy machine.
@@ -102,7 +83,7 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
             kv_dtype=spec.layout.dtype,
             weight_format=spec.weight_format,
             vocab_size=spec.vocab_size,
-            context_length=context_length,
+            context_length=limits.scheduler.max_context,
             num_blocks=spec.num_blocks,
             block_bytes=spec.layout.block_bytes,
             prefill_tokens_per_s=speed.prefill_tokens_per_s,
@@ -112,6 +93,25 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     )
     links = LinkRates(spec.layout.block_bytes, config.pull_half_life_s)
     return EngineLoop(EngineCore(limits, spec.num_blocks, block_key, rates, links), runner, front, mover)
+
+
+def _limits(config: EngineConfig, spec: RunnerSpec) -> CoreLimits:
+    scheduler = SchedulerLimits(
+        # What the pool cannot hold is not offered: a request that leaves max_tokens out gets all of the context.
+        max_context=min(spec.max_context, spec.num_blocks * BLOCK_TOKENS),
+        vocab_size=spec.vocab_size,
+        max_running=config.max_running,
+        max_queue_s=config.max_queue_s,
+        prefix_cache=config.prefix_cache,
+    )
+    transfers = TransferLimits(
+        max_pull_s=config.max_pull_s,
+        max_push_blocks=config.max_push_blocks,
+        max_served_blocks=config.max_served_blocks,
+        repush_blocks_per_s=config.repush_bytes_per_s / spec.layout.block_bytes,
+        push_policy=config.push_policy,
+    )
+    return CoreLimits(scheduler, transfers, config.step_token_budget, config.target_step_s)
 
 
 def _load_runner(config: EngineConfig, threads: int) -> CpuRunner:
