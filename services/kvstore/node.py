@@ -170,11 +170,13 @@ async def _in_background(
         finally:
             for task in tasks:
                 task.cancel()
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(_WITHDRAW_TIMEOUT_S):
                     await registrar.close()
                     await announcer.close()
                     await follower.close()
+            except TimeoutError:
+                _log.warning("not withdrawn in time: leases end by themselves", timeout_s=_WITHDRAW_TIMEOUT_S)
 
 
 async def _after(event: asyncio.Event, run: Callable[[], Awaitable[None]]) -> None:

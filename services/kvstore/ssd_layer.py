@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -108,11 +107,16 @@ class SsdLayer:
             self.spiller.withdraw(entry.block_id)
         return {entry.block_id for entry in entries if entry.block_id in self.tier}
 
-    async def flush(self, timeout_s: float) -> None:
-        """Write what waits, for at most this long; `run` must be running."""
-        with contextlib.suppress(TimeoutError):
+    async def flush(self, timeout_s: float) -> bool:
+        """Write what waits, for at most this long; `run` must be running. False when something is left."""
+        try:
             async with asyncio.timeout(timeout_s):
                 await self.spiller.flushed()
+        except TimeoutError:
+            queued = self.spiller.statistics().num_queued
+            _log.warning("blocks were not written in time", queued_blocks=queued, timeout_s=timeout_s)
+            return False
+        return True
 
     async def close(self) -> None:
         """Close the files; what was not written is lost with RAM."""

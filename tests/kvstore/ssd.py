@@ -121,4 +121,4 @@ async def pull(store: Store, ids: list[BlockId], deadline_s: float = 20.0) -> li
 
 async def flushed(opened_store: Opened) -> None:
     """Everything that can be is on the SSD."""
-    await opened_store.layer.flush(20.0)
+    assert await opened_store.layer.flush(20.0)

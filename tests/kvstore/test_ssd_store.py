@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.announcements import Tier
 from services.common.security import MeshSecret
@@ -19,6 +20,7 @@ from services.common.transfer.protocol import STOP_DEADLINE, PullRequest
 from services.kvstore.errors import StartFailed
 from services.kvstore.ssd_format import PAGE_BYTES
 from services.kvstore.ssd_keys import KEY_FILE_BYTES
+from services.kvstore.ssd_log import BEFORE_DATA
 from services.kvstore.ssd_setup import open_log
 from tests.common.transfer.blocks import SECRET, chain, payload
 from tests.kvstore.ssd import BLOCK_BYTES, SEGMENT_BYTES, Opened, flushed, opened, owner, pull, push, settings
@@ -35,6 +37,21 @@ async def fill(one: Opened, first: int, count: int, length: int = 8) -> None:
 def used(path: Path) -> int:
     """Bytes that a directory takes on the disk."""
     return sum(os.stat(entry).st_blocks * 512 for entry in path.iterdir())
+
+
+async def test_what_is_not_written_in_time_is_told(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    def wait(at: str) -> None:
+        assert at != BEFORE_DATA or go_on.wait(20)
+
+    async with opened(tmp_path, reached=wait) as one:
+        await push(one.store, chain(8))
+        with capture_logs() as lines:
+            assert not await one.layer.flush(0.05)
+        assert [line["event"] for line in lines] == ["blocks were not written in time"]
+        go_on.set()
+        await flushed(one)
 
 
 async def test_what_ram_gave_up_comes_back_from_the_ssd(tmp_path: Path) -> None:
