@@ -175,7 +175,7 @@ class Placement:
     """The answer when there is a grant.
 
     prefill_tokens, num_blocks: what the decision assumes that the worker will compute, and take from its pool.
-    pulled_bytes: what it will pull, by location.
+    pulled_bytes: what it will pull, by holder.
     """
 
     worker_id: WorkerId
