@@ -19,7 +19,6 @@ class LatencyStatistics:
     """Counts of one moment; seconds. Quantiles are 0 where there was nothing."""
 
     count: int
-    sum_s: float
     p50_s: float
     p99_s: float
 
@@ -29,17 +28,15 @@ class Latencies:
 
     def __init__(self) -> None:
         self._counts = [0] * _NUM_BUCKETS
-        self._sum_s = 0.0
 
     def record(self, duration_s: float) -> None:
         """One more."""
-        self._sum_s += duration_s
         bucket = math.ceil(math.log(max(duration_s, _FIRST_S) / _FIRST_S, _GROWTH) - 1e-9)
         self._counts[min(bucket, _NUM_BUCKETS - 1)] += 1
 
     def statistics(self) -> LatencyStatistics:
         """A snapshot."""
-        return LatencyStatistics(sum(self._counts), self._sum_s, self._quantile(0.5), self._quantile(0.99))
+        return LatencyStatistics(sum(self._counts), self._quantile(0.5), self._quantile(0.99))
 
     def _quantile(self, share: float) -> float:
         wanted = share * sum(self._counts)

@@ -158,7 +158,6 @@ class SsdTotals:
     """Counts of the SSD tier since start."""
 
     spilled_blocks: int = 0
-    spilled_bytes: int = 0
     read_blocks: int = 0
     read_bytes: int = 0
     dropped_blocks: int = 0
@@ -171,7 +170,6 @@ class SsdTotals:
     def spilled(self, blocks: int, num_bytes: int, duration_s: float) -> None:
         """Blocks were written."""
         self.spilled_blocks += blocks
-        self.spilled_bytes += num_bytes
         _spilled.add(blocks)
         _spill_s.record(duration_s)
         self.held(blocks, num_bytes)
