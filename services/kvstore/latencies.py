@@ -1,7 +1,7 @@
 """A bounded record of durations that answers quantiles. Pure.
 
-Buckets grow by the square root of two from ten microseconds on, so that a quantile is at most 42% too high and never
-too low.
+Buckets grow by the square root of two from ten microseconds to two minutes, so that a quantile in between is at most
+42% too high and never too low.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NUM_BUCKETS = 48
 
 @dataclass(frozen=True, slots=True)
 class LatencyStatistics:
-    """Counts of one moment; seconds. Quantiles are 0 where there was nothing."""
+    """Of one moment. Quantiles are seconds, 0 where there was nothing."""
 
     count: int
     p50_s: float
