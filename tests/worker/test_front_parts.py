@@ -137,11 +137,11 @@ def test_routers_hear_what_was_learned_of_links() -> None:
     board.load = msgspec.structs.replace(core.load(0.0), holders=links.messages(30.0))
     # The one used last comes last.
     peer, node = load_of(load_proto(board)).holders
-    assert (node.location, node.memory, node.in_flight_bytes) == ("kvstore/n", None, 5000)
+    assert (node.holder, node.memory, node.in_flight_bytes) == ("kvstore/n@1", None, 5000)
     assert node.ssd is not None
     assert node.ssd.setup_s == pytest.approx(links.ssd(run, 0.0).setup_s)
     assert node.ssd.freshness == pytest.approx(0.5)
-    assert (peer.location, peer.ssd, peer.in_flight_bytes) == ("worker/w", None, 0)
+    assert (peer.holder, peer.ssd, peer.in_flight_bytes) == ("worker/w@1", None, 0)
     assert peer.memory is not None
     assert peer.memory.bytes_per_s > 0
 
