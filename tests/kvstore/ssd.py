@@ -16,10 +16,11 @@ from services.common.transfer.protocol import PullRequest
 from services.kvstore.arena import Arena
 from services.kvstore.config import KvStoreSettings
 from services.kvstore.ram_tier import RamTier
+from services.kvstore.reservations import StoreReservation
 from services.kvstore.ssd_files import WRITE_BYTES
 from services.kvstore.ssd_layer import SsdLayer
 from services.kvstore.ssd_setup import open_log
-from services.kvstore.store import Store, StoreReservation
+from services.kvstore.store import Store
 from tests.common.transfer.blocks import SECRET, header, payload
 
 BLOCK_BYTES = 192 * 64
