@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.announcements import Tier
-from services.common.links import FAR, NEAR
+from services.common.links import FAR, NEAR, SSD, Link, faded
 from services.router.domain import AttemptId, HolderLinks, MeasuredLink, Placement, WorkerId
+from services.router.link_table import LinkTable
 from services.router.policies.pulls import NO_SOURCE, best_plans
 from services.router.policies.view import WORKER_ROW, LinkArrays, PolicyRequest, PolicyView, Sources
 from services.router.workers import PendingAttempt
@@ -235,6 +236,22 @@ def test_figures_of_a_pair_are_its_own_and_fade() -> None:
     scene.worker("b")
     scene.table.report(WorkerId("a"), links("kvstore/k", bytes_per_s=1e6), NOW_S)
     assert scene.grant(scene.ask(ids)).worker_id == "b"
+
+
+@given(st.floats(1e6, 1e10), st.floats(0.0001, 0.5), st.floats(1e6, 1e10), st.floats(0.001, 1.0))
+def test_routers_fade_figures_as_workers_do(
+    bytes_per_s: float, setup_s: float, ssd_bytes_per_s: float, freshness: float
+) -> None:
+    table = LinkTable()
+    memory = MeasuredLink(bytes_per_s, setup_s, freshness)
+    table.report(0, (HolderLinks("k", memory, MeasuredLink(ssd_bytes_per_s, setup_s, freshness)),))
+    found = table.links(np.zeros(1, np.int64), ["k"], np.ones((1, 1), np.bool_))
+    near = faded(Link(bytes_per_s, setup_s), NEAR, freshness)
+    ssd = faded(Link(ssd_bytes_per_s, setup_s), SSD, freshness)
+    assert found.bytes_per_s[0, 0] == pytest.approx(near.bytes_per_s)
+    assert found.setup_s[0, 0] == pytest.approx(near.setup_s)
+    assert found.ssd_bytes_per_s[0, 0] == pytest.approx(ssd.bytes_per_s)
+    assert found.ssd_setup_s[0, 0] == pytest.approx(ssd.setup_s)
 
 
 def test_no_figures_stay_of_what_is_no_longer_reported() -> None:
