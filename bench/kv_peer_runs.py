@@ -55,10 +55,12 @@ async def _measure(
         async with asyncio.timeout(_DEADLINE_S):
             output, errors = await process.communicate()
     except TimeoutError:
-        process.kill()
-        await process.wait()
         peers.left_out[name] = f"not done after {_DEADLINE_S:g} s"
         return
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     lines = output.decode().splitlines()
     if process.returncode or not lines:
         last = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
