@@ -77,8 +77,15 @@ class Totals:
     open_leases: int = 0
     dropped_partial_blocks: int = 0
     cleared_blocks: int = 0
+    # Why there is no SSD tier though one was wanted.
+    ssd_fault: str = ""
     # Of pulls that sent something, by the slowest tier that it came from.
     pulls: dict[str, Latencies] = field(default_factory=lambda: {"ram": Latencies(), "ssd": Latencies()})
+
+    def ssd_refused(self, fault: str) -> None:
+        """The SSD cannot be opened."""
+        self.ssd_fault = fault
+        _switched_off.add(1)
 
     def leased(self, ram_hits: int, ssd_hits: int, misses: int) -> None:
         """A pull begins."""

@@ -118,7 +118,7 @@ class _Node:
     async def open_ssd(self) -> None:
         """Take up what the SSD holds, where there is one."""
         settings = self._settings
-        log = open_log(settings, self._secret)
+        log = open_log(settings, self._secret, refused=self.store.totals.ssd_refused)
         if log is not None:
             await self.store.attach_ssd(log, owner_bytes=settings.owner_ssd_bytes, max_age_s=settings.ssd_max_age_s)
 

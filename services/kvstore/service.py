@@ -16,7 +16,6 @@ from services.kvstore.clearing import Clearing
 from services.kvstore.copier import Copier, CopyAsk
 from services.kvstore.latencies import Latencies
 from services.kvstore.metrics import ReplicationTotals
-from services.kvstore.ssd_layer import SsdLayer
 from services.kvstore.store import Store
 
 
@@ -52,7 +51,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
             verification_failures=totals.verification_failures,
             open_leases=totals.open_leases,
             ssd_hit_blocks=totals.ssd_hit_blocks,
-            ssd=_ssd(self._store.ssd) if self._store.ssd is not None else None,
+            ssd=_ssd(self._store),
             leased_blocks=ram.leased_blocks,
             partial_blocks=now.partial.num_blocks,
             dropped_partial_blocks=totals.dropped_partial_blocks,
@@ -98,7 +97,10 @@ def _pulls(tier: str, latencies: Latencies) -> kvstore_pb2.TierPulls:
     return kvstore_pb2.TierPulls(tier=tier, pulls=now.count, p50_s=now.p50_s, p99_s=now.p99_s)
 
 
-def _ssd(layer: SsdLayer) -> kvstore_pb2.SsdStats:
+def _ssd(store: Store) -> kvstore_pb2.SsdStats | None:
+    layer = store.ssd
+    if layer is None:
+        return kvstore_pb2.SsdStats(state=store.totals.ssd_fault) if store.totals.ssd_fault else None
     layer_now, totals = layer.statistics(), layer.tier.totals
     now = layer_now.tier
     return kvstore_pb2.SsdStats(

@@ -40,12 +40,13 @@ def open_log(
     settings: KvStoreSettings,
     secret: MeshSecret,
     *,
+    refused: Callable[[str], None] = lambda _: None,
     reached: Callable[[str], None] = lambda _: None,
     chunk_bytes: int = WRITE_BYTES,
 ) -> SegmentLog | None:
     """The log; None where no SSD is wanted or the disk refuses it. Raises ConfigurationError or StartFailed.
 
-    reached, chunk_bytes: as for SegmentLog.
+    refused: told why the disk does. reached, chunk_bytes: as for SegmentLog.
     """
     if not settings.ssd_bytes:
         return None
@@ -61,6 +62,7 @@ def open_log(
         raise StartFailed(f"ssd_path={settings.ssd_path}: in use by another node") from None
     except OSError as error:
         _log.error("ssd tier is switched off until the next start", error=f"{settings.ssd_path}: {error.strerror}")
+        refused(f"{type(error).__name__}: {error.strerror}")
         return None
     return SegmentLog(
         directory,

@@ -22,6 +22,7 @@ from tests.common.transfer.conftest import transport, transport_name
 from tests.common.transfer.test_transports import Pulled, pull
 from tests.kvstore.conftest import KvStoreProcess, StartKvStore
 from tests.kvstore.test_node import push, stats
+from tests.support.mesh import scrape, total
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually_async
 
@@ -143,4 +144,6 @@ async def test_a_disk_that_cannot_be_written_leaves_a_node_without_ssd(
     assert (await push(client, node, chain(10))).accepted == 10
     assert await tiers(client, node, chain(10)) == ["ram"] * 10
     assert any("Read-only" in line.get("error", "") for line in node.log())
+    assert (await stats(node)).ssd.state == "OSError: Read-only file system"
+    assert total(scrape(node.ready["metrics"]), "kvmesh_kvstore_ssd_switched_off_total") == 1
     await client.close()
