@@ -6,7 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from services.common.generations import Generations
+from services.common.blocks import TENANT_TAG_BYTES
+from services.common.generations import MAX_GENERATION, Generations
 
 
 def load_generations(path: Path) -> Generations:
@@ -17,10 +18,14 @@ def load_generations(path: Path) -> Generations:
     except FileNotFoundError:
         return generations
     table = json.loads(text)
-    if not isinstance(table, dict) or not all(isinstance(value, int) for value in table.values()):
+    if not isinstance(table, dict) or not all(_is_generation(*entry) for entry in table.items()):
         raise ValueError("not a table of generations")
     generations.merge({bytes.fromhex(tag): generation for tag, generation in table.items()})
     return generations
+
+
+def _is_generation(tag: str, generation: object) -> bool:
+    return len(tag) == 2 * TENANT_TAG_BYTES and isinstance(generation, int) and 0 <= generation <= MAX_GENERATION
 
 
 def save_generations(path: Path, generations: Generations) -> None:

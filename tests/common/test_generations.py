@@ -220,6 +220,13 @@ def test_generations_outlive_a_process_in_a_private_file(tmp_path: Path) -> None
     assert load_generations(path).beyond({}) == {ONE: 5, TWO: 2**52}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(tmp_path.iterdir()) == [path]
-    path.write_text("[1]")
-    with pytest.raises(ValueError, match="not a table"):
-        load_generations(path)
+    for text in (
+        "[1]",
+        f'{{"{ONE.hex()}": {2**64}}}',
+        f'{{"{ONE.hex()}": -1}}',
+        '{"00": 5}',
+        f'{{"{ONE.hex()}": null}}',
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="not a table"):
+            load_generations(path)
