@@ -112,7 +112,8 @@ async def run(state: Path, disk: Path, redis_url: str, gib: float, rounds: int) 
 
 
 def _settings(path: Path, gib: float, encrypt: bool) -> dict[str, Any]:
-    space = int(gib * 2**30 * 1.1) + 2**28
+    # Frames do not cross segments, whose ends stay unused.
+    space = int(gib * 2**30 * 1.25) + 2**28
     return {"ram_bytes": _RAM_BYTES, "ssd_path": path, "ssd_bytes": space, "ssd_encrypt": encrypt}
 
 
