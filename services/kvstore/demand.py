@@ -88,15 +88,18 @@ class CopyPlan:
         wanted = ranking(first, dict.fromkeys(names, 1.0))[: self._nodes]
         return next((name for name in wanted if name != self._own_id and name not in tried), None)
 
-    def asked(self, path: Sequence[BlockId], node: str | None, now_s: float) -> None:
-        """`node` was asked for the chain of these blocks; None: nobody is left to ask."""
+    def asked(self, path: Sequence[BlockId], node: str | None, now_s: float, *, tip: BlockId) -> None:
+        """`node` was asked for the chain of these blocks; None: nobody is left to ask.
+
+        tip: where the wanted chain ends, which may be longer than what is copied of it.
+        """
         known = self._asked.get(path[-1])
         if known is None or now_s >= known.forget_s:
             known = _Asked(forget_s=now_s + _FORGET_WINDOWS * self._window_s)
         if node is not None:
             known.nodes.add(node)
         known.next_s = now_s + self._window_s
-        for block_id in path:
+        for block_id in (*path, tip):
             self._asked[block_id] = known
             self._asked.move_to_end(block_id)
         while len(self._asked) > MAX_TRACKED:

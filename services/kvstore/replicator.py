@@ -88,12 +88,12 @@ class Replicator:
                 await self._ask(wish.node, path)
 
     def _wish(self, tip: BlockId, now_s: float) -> None:
-        path = [entry.block_id for entry in self._ram.path(tip)[:MAX_COPY_BLOCKS]]
         nodes = {record.id: record for record in self._records.values() if record.kind == "kvstore"}
+        path = [entry.block_id for entry in self._ram.path(tip)[:MAX_COPY_BLOCKS]] if len(nodes) > 1 else []
         if not path:
             return
         name = self._plan.next_node(path[0], path[-1], list(nodes), now_s)
-        self._plan.asked(path, name, now_s)
+        self._plan.asked(path, name, now_s, tip=tip)
         if name is None:
             return
         try:

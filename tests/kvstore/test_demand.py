@@ -69,7 +69,7 @@ def test_copies_of_copies_stay_with_a_bounded_set_of_nodes(num_nodes: int, limit
             if not plans[name].is_due(path[-1], now_s):
                 continue
             node = plans[name].next_node(path[0], path[-1], names, now_s)
-            plans[name].asked(path, node, now_s)
+            plans[name].asked(path, node, now_s, tip=path[-1])
             if node is not None:
                 asked[name, node] += 1
                 holders.add(node)
@@ -84,13 +84,13 @@ def test_one_node_is_asked_a_window_and_again_only_much_later() -> None:
     names, path = ["own", "a", "b"], chain(4)
     first = plan.next_node(path[0], path[-1], names, 0.0)
     assert first is not None
-    plan.asked(path, first, 0.0)
+    plan.asked(path, first, 0.0, tip=path[-1])
     assert all(not plan.is_due(block_id, 9.9) for block_id in path), "a part of the chain is no other chain"
     assert plan.is_due(path[-1], 10.0)
     second = plan.next_node(path[0], path[-1], names, 10.0)
     assert second != first
-    plan.asked(path, second, 10.0)
-    plan.asked(path, None, 20.0)
+    plan.asked(path, second, 10.0, tip=path[-1])
+    plan.asked(path, None, 20.0, tip=path[-1])
     assert plan.next_node(path[0], path[-1], names, 99.0) is None
     assert plan.next_node(path[0], path[-1], names, 100.0) == first
 
@@ -98,8 +98,16 @@ def test_one_node_is_asked_a_window_and_again_only_much_later() -> None:
 def test_a_longer_chain_is_asked_for_anew() -> None:
     plan = CopyPlan("own", nodes=3, window_s=10.0)
     ids = chain(6)
-    plan.asked(ids[:4], "a", 0.0)
+    plan.asked(ids[:4], "a", 0.0, tip=ids[3])
     assert plan.is_due(ids[5], 0.0)
+
+
+def test_a_chain_of_which_only_the_beginning_is_copied_is_not_looked_for_at_every_pull() -> None:
+    plan = CopyPlan("own", nodes=3, window_s=10.0)
+    ids = chain(6)
+    plan.asked(ids[:4], "a", 0.0, tip=ids[5])
+    assert not plan.is_due(ids[5], 9.9)
+    assert plan.next_node(ids[0], ids[3], ["own", "a"], 11.0) is None
 
 
 @settings(deadline=None)
