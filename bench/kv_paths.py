@@ -6,6 +6,7 @@ round blocks of their own, so that none but those that say so are measured out o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -28,6 +29,8 @@ from services.common.transfer.shm_client import ShmTransport
 # A block in shared memory is read by the holder's directory, or asked for and lent.
 ONE_SIDED, ASKED = "one-sided", "asked"
 _DEADLINE_S = 30.0
+# A read from the page cache is tried so often; a page that the system has dropped is brought back in between.
+_CACHED_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +133,13 @@ class DiskFile:
 
     def _read_one(self, slot: memoryview, offset: int) -> None:
         flags = os.RWF_NOWAIT if self._cached else 0
-        if os.preadv(self._fd, [slot], offset, flags) != len(slot):
-            raise OSError(f"{len(slot)} bytes at {offset} did not come at once")
+        for _ in range(_CACHED_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                if os.preadv(self._fd, [slot], offset, flags) == len(slot):
+                    return
+            # The system has dropped a page meanwhile: bring it back.
+            os.preadv(self._fd, [slot], offset)
+        raise OSError(f"{len(slot)} bytes at {offset} did not come at once")
 
     def _fill(self) -> None:
         chunk = Buffers(8 * 2**20, 1).memory

@@ -26,7 +26,7 @@ from services.common.transfer.shm_regions import MAX_REGIONS, Region, map_receiv
 
 _BACKLOG = 128
 # How long a message that is in no hurry waits for another one to go with, and how many do.
-_LATER_S = 0.001
+_LATER_S = 0.005
 _MAX_LATER = 64
 _WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK)
 T = TypeVar("T", bound=wire.Control)
@@ -72,7 +72,7 @@ class ShmConnection(Connection):
         self._buffer = bytearray(wire.MAX_CONTROL_BYTES)
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
-        self._later: list[bytes] = []
+        self._later: list[wire.Control] = []
         self._later_bytes = 0
         self._flush: asyncio.TimerHandle | None = None
 
@@ -113,20 +113,27 @@ class ShmConnection(Connection):
         if self._later_bytes + len(data) > wire.MAX_CONTROL_BYTES:
             self._flush_later()
         if self._later:
-            data = b"".join((*self._take_later(), data))
+            data = self._take_later() + data
         self._send(data)
 
     def send_later(self, message: wire.Control) -> None:
-        """Send together with the next message, or in a moment: for what the peer need not be woken for at once."""
+        """Send together with the next message, or in a moment: for what the peer need not be woken for at once.
+
+        Reads of one request are told of as one, so that telling costs the peer less than serving them would.
+        """
         if self.error is not None:
             return
-        data = wire.encode(message)
-        if len(self._later) >= _MAX_LATER or self._later_bytes + len(data) > wire.MAX_CONTROL_BYTES:
+        num_bytes = len(wire.encode(message))
+        if len(self._later) >= _MAX_LATER or self._later_bytes + num_bytes > wire.MAX_CONTROL_BYTES:
             self._flush_later()
         if self._flush is None:
             self._flush = self._loop.call_later(_LATER_S, self._flush_later)
-        self._later.append(data)
-        self._later_bytes += len(data)
+        self._later_bytes += num_bytes
+        last = self._later[-1] if self._later else None
+        if isinstance(last, wire.WasRead) and isinstance(message, wire.WasRead) and (joined := last.joined(message)):
+            self._later[-1] = joined
+        else:
+            self._later.append(message)
 
     def peer_view(self, place: wire.Place) -> memoryview:
         """The peer's memory at a place that it named. Raises ProtocolViolation."""
@@ -144,7 +151,7 @@ class ShmConnection(Connection):
         if self._later and not self._unsent:
             # What the peer has not been told yet; it does not matter when it has gone.
             with contextlib.suppress(OSError):
-                self._socket.send(b"".join(self._later), socket.MSG_NOSIGNAL)
+                self._socket.send(self._take_later(), socket.MSG_NOSIGNAL)
         self._socket.close()
         self._unsent.clear()
         self._take_later()
@@ -152,16 +159,16 @@ class ShmConnection(Connection):
         self.peer_directory = None
 
     def _flush_later(self) -> None:
-        if self.error is None and (data := b"".join(self._take_later())):
+        if self.error is None and (data := self._take_later()):
             self._send(data)
 
-    def _take_later(self) -> list[bytes]:
+    def _take_later(self) -> bytes:
         """What waits to be sent; nothing waits afterwards."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
         later, self._later, self._later_bytes = self._later, [], 0
-        return later
+        return b"".join(map(wire.encode, later))
 
     def _send(self, data: bytes) -> None:
         if self._unsent or not self._try_send(data):

@@ -198,6 +198,14 @@ class WasRead(Control, frozen=True):
         ids, heads = join_ids(request.ids[:num_blocks]), _fields(request.heads)
         return cls(ids, duration_s, request.traceparent, request.request_id, heads)
 
+    def joined(self, other: WasRead) -> WasRead | None:
+        """Both as one, None when they are of different requests or too many blocks."""
+        ids = self.ids + other.ids
+        same = (self.traceparent, self.request_id, self.heads) == (other.traceparent, other.request_id, other.heads)
+        if not same or len(ids) > MAX_PULL_BLOCKS * BLOCK_ID_BYTES:
+            return None
+        return WasRead(ids, self.duration_s + other.duration_s, self.traceparent, self.request_id, self.heads)
+
     def request(self) -> PullRequest:
         """The part of a pull that was read, without epoch and deadline. Raises ProtocolViolation."""
         heads = _heads(self.heads)

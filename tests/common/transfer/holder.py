@@ -58,6 +58,7 @@ class Holder:
         self.open_reservations = 0
         self.traceparents: list[str] = []
         self.read: list[BlockId] = []
+        self.notes = 0
         self.directory: BlockDirectory | None = None
         self.commit_s = commit_s
         self._hang = hang
@@ -76,6 +77,7 @@ class Holder:
         assert request.same_host
         assert duration_s >= 0
         self.read.extend(request.ids)
+        self.notes += 1
 
     async def lease(self, request: PullRequest) -> Lease:
         self.traceparents.append(request.traceparent)
@@ -169,6 +171,7 @@ async def serve(arguments: argparse.Namespace) -> None:
                     "open_leases": holder.open_leases,
                     "open_reservations": holder.open_reservations,
                     "pushed": [block_id.hex() for block_id in holder.pushed],
+                    "notes": holder.notes,
                     "read": [block_id.hex() for block_id in holder.read],
                     "pushed_digests": list(holder.digests.values()),
                     "traceparents": holder.traceparents,

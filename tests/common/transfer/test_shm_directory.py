@@ -17,9 +17,16 @@ from hypothesis import strategies as st
 
 from services.common.blocks import BlockId
 from services.common.security import MeshSecret
-from services.common.transfer import shm_directory
+from services.common.transfer import shm_directory, wire
 from services.common.transfer.errors import ProtocolViolation
-from services.common.transfer.protocol import STOP_COMPLETE, STOP_EPOCH, STOP_MISSING, PeerAddress, PullRequest
+from services.common.transfer.protocol import (
+    MAX_PULL_BLOCKS,
+    STOP_COMPLETE,
+    STOP_EPOCH,
+    STOP_MISSING,
+    PeerAddress,
+    PullRequest,
+)
 from services.common.transfer.shm_client import ShmStatistics, ShmTransport
 from services.common.transfer.shm_connection import ShmConnection, listen
 from services.common.transfer.shm_directory import MAX_LISTED_HEADER, BlockDirectory, DirectoryReader
@@ -124,6 +131,27 @@ async def test_listed_blocks_are_read_without_asking(start_holder: StartHolder) 
     await eventually(lambda: holder.state()["read"] == expected)
     assert holder.state()["traceparents"] == []
     await transport.close()
+
+
+async def test_many_small_reads_cost_the_holder_few_messages(start_holder: StartHolder) -> None:
+    """Each block is counted, in order; reads of other requests are told of apart."""
+    holder = start_holder("--blocks", "8", "--listed", "8")
+    transport = ShmTransport(_KEY, [])
+    await pull(transport, holder.peer, Pulled(chain(8)))
+    before = holder.state()["notes"]
+    for _ in range(300):
+        await pull(transport, holder.peer, Pulled(chain(2)))
+    await eventually(lambda: len(holder.state()["read"]) == 8 + 600)
+    assert holder.state()["notes"] - before < 150
+    await transport.close()
+
+
+def test_reads_are_joined_by_request_and_up_to_a_bound() -> None:
+    one = wire.WasRead(b"a" * 16, 0.5, "trace", "request")
+    assert one.joined(one) == wire.WasRead(b"a" * 32, 1.0, "trace", "request")
+    assert one.joined(wire.WasRead(b"a" * 16, 0.5, "trace", "another")) is None
+    assert one.joined(wire.WasRead(b"a" * 16, 0.5, "another", "request")) is None
+    assert one.joined(wire.WasRead(b"a" * 16 * MAX_PULL_BLOCKS, 0.5, "trace", "request")) is None
 
 
 async def test_the_rest_is_asked_for(start_holder: StartHolder) -> None:
