@@ -9,7 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.netns import Island, impossible, island
 from tests.support.valkey import Valkey
+
+
+@pytest.fixture(scope="session")
+def link() -> Iterator[Island]:
+    """For tests that use UCX in this process."""
+    with island() as made:
+        yield made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def link_before_ucx(request: pytest.FixtureRequest) -> None:
+    """UCX looks at a process's routes once: a link that is there afterwards cannot be reached over it."""
+    if any("link" in getattr(item, "fixturenames", ()) for item in request.session.items) and not impossible():
+        request.getfixturevalue("link")
 
 
 @pytest.fixture

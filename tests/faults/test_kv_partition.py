@@ -26,7 +26,7 @@ from tests.faults.transfers import (
     recovery_s,
     report,
 )
-from tests.support.netns import Island, island
+from tests.support.netns import Island
 from tests.support.waiting import eventually
 
 __all__ = ["transport"]
@@ -47,12 +47,6 @@ _FAULTS: dict[str, Callable[[Island], None]] = {
 # For a push the others are a cut.
 _PUSH_FAULTS = ("cut", "deaf", "mute", "reset")
 over_every_fault = pytest.mark.parametrize("fault", _FAULTS.values(), ids=_FAULTS.keys())
-
-
-@pytest.fixture(scope="module")
-def link() -> Iterator[Island]:
-    with island() as made:
-        yield made
 
 
 @pytest.fixture(scope="module", params=["ucx", "grpc"])

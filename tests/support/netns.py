@@ -107,7 +107,7 @@ class Island:
 @contextmanager
 def island() -> Iterator[Island]:
     """A fresh one, removed afterwards. Skips the test where there can be none."""
-    if reason := _impossible():
+    if reason := impossible():
         pytest.skip(reason)
     made = _fresh()
     try:
@@ -118,7 +118,7 @@ def island() -> Iterator[Island]:
 
 
 @functools.cache
-def _impossible() -> str:
+def impossible() -> str:
     """Why this machine has no network namespaces for tests; empty when it has."""
     if os.geteuid() != 0:
         return "network namespaces need root"
