@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 from kvmesh.v1 import kvstore_pb2
 
 from services.common.keys import KeySpace, location_key
-from services.common.redis_client import connect_redis
+from services.common.redis_client import COMMAND_TIMEOUT_S, connect_redis
 
 _MIB = 2**20
 
@@ -56,7 +57,11 @@ class Probe:
         rollup = _fields(Path(f"/proc/{self._pid}/smaps_rollup"))
         status = _fields(Path(f"/proc/{self._pid}/status"))
         files = list(_files(self._ssd_path))
-        memory = await self._redis.info("memory")
+        async with asyncio.timeout(COMMAND_TIMEOUT_S):
+            memory = await self._redis.info("memory")
+            num_keys = await self._redis.dbsize()
+            num_blocks = await self._redis.hlen(self._blocks_key)
+            num_changes = await self._redis.xlen(self._changes_key)
         return Sample(
             rss_mib=rollup["Rss"] / 1024,
             pss_mib=rollup["Pss"] / 1024,
@@ -66,9 +71,9 @@ class Probe:
             ssd_files=len(files),
             ssd_mib=sum(file.st_blocks for file in files) * 512 / _MIB,
             redis_mib=memory["used_memory"] / _MIB,
-            redis_keys=await self._redis.dbsize(),
-            redis_blocks=await self._redis.hlen(self._blocks_key),
-            redis_changes=await self._redis.xlen(self._changes_key),
+            redis_keys=num_keys,
+            redis_blocks=num_blocks,
+            redis_changes=num_changes,
             ram_blocks=stats.ram_blocks,
             ssd_blocks=stats.ssd.blocks,
             open_leases=stats.open_leases,

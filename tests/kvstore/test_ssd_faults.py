@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -117,16 +118,22 @@ async def test_kills_in_a_row(tmp_path: Path) -> None:
             await check_all(one)
 
 
-async def test_flipped_bits_are_never_served(tmp_path: Path) -> None:
-    rng = random.Random(2)
-    original, damaged = tmp_path / "original", tmp_path / "damaged"
+async def copies(folder: Path) -> AsyncIterator[Path]:
+    """Twelve fresh copies, one after the other, of a closed node's files with 20 chains."""
+    original, copy = folder / "original", folder / "copy"
     async with opened(original) as one:
         for number in range(20):
             await push(one.store, chain(CHAIN_BLOCKS, number))
             await flushed(one)
     for _ in range(12):
-        shutil.rmtree(damaged, ignore_errors=True)
-        shutil.copytree(original, damaged)
+        shutil.copytree(original, copy)
+        yield copy
+        shutil.rmtree(copy)
+
+
+async def test_flipped_bits_are_never_served(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    async for damaged in copies(tmp_path):
         files = sorted(damaged.glob("segment-*")) + [damaged / "keys"] * 2
         for _ in range(rng.randrange(1, 30)):
             file = rng.choice(files)
@@ -139,14 +146,7 @@ async def test_flipped_bits_are_never_served(tmp_path: Path) -> None:
 
 async def test_truncated_segments_are_cut(tmp_path: Path) -> None:
     rng = random.Random(3)
-    original, damaged = tmp_path / "original", tmp_path / "damaged"
-    async with opened(original) as one:
-        for number in range(20):
-            await push(one.store, chain(CHAIN_BLOCKS, number))
-            await flushed(one)
-    for _ in range(12):
-        shutil.rmtree(damaged, ignore_errors=True)
-        shutil.copytree(original, damaged)
+    async for damaged in copies(tmp_path):
         file = rng.choice(sorted(damaged.glob("segment-*")))
         os.truncate(file, rng.randrange(file.stat().st_size))
         async with opened(damaged) as one:

@@ -10,6 +10,7 @@ rests for a moment (`node_health`), so that a dead node costs nothing but drops.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,8 +117,10 @@ class Pusher:
         progress = _Progress()
         try:
             if before is not None:
-                # Its own deadlines end it.
-                await before.wait()
+                with contextlib.suppress(TimeoutError):
+                    # Without its parent it is refused, and may be offered again.
+                    async with asyncio.timeout(self._timeout_s):
+                        await before.wait()
             async with self._slots:
                 await self._push_batches(message, progress)
         except (TransferError, ValueError, IndexError) as error:
