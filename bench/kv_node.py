@@ -117,7 +117,8 @@ class Node:
 
     def logged(self, event: str) -> dict[str, Any]:
         """The last line that it has logged for an event."""
-        lines = [json.loads(line) for line in self.log_path.read_text().splitlines() if line.startswith("{")]
+        whole, _, _ = self.log_path.read_text().rpartition("\n")
+        lines = [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
         found: dict[str, Any] = [line for line in lines if line["event"] == event][-1]
         return found
 

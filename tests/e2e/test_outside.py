@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tests.support.log_lines import log_events
 from tests.support.mesh import MODEL, Mesh, total, wait_for
 
 GAUGES = {
@@ -121,7 +122,7 @@ def test_response_headers_and_log_lines_carry_the_ids(mesh: Mesh) -> None:
         assert trace_id in response.headers["traceparent"]
 
     def lines() -> list[dict[str, str]]:
-        return [json.loads(line) for line in mesh.logs().splitlines() if request_id in line and line.startswith("{")]
+        return log_events(mesh.logs(), request_id)
 
     def told() -> set[str]:
         return {line["service"] for line in lines() if "service" in line}

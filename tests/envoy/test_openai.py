@@ -13,6 +13,7 @@ import pytest
 from deploy.envoy.settings import Address
 from tests.envoy.edge import Edge, Gateway, free_port, running_envoy
 from tests.envoy.http_client import read_head, request
+from tests.support.log_lines import log_events
 
 CHAT = "/v1/chat/completions"
 
@@ -218,9 +219,9 @@ async def test_content_stays_out_of_the_access_log(edge: Edge) -> None:
     async with request(edge.port, "POST", CHAT + "?key=hidden", script(secret="hidden")) as response:
         await response.body()
     async with asyncio.timeout(15):
-        while CHAT not in edge.log.read_text():
+        while not (entries := log_events(edge.log.read_text(), CHAT)):
             await asyncio.sleep(0.1)
-    entry = json.loads(next(line for line in edge.log.read_text().splitlines() if CHAT in line))
+    entry = entries[0]
     assert (entry["path"], entry["status"], entry["event"]) == (CHAT, 200, "http")
     assert "hidden" not in edge.log.read_text()
 

@@ -8,7 +8,6 @@ anything was cached.
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import signal
 import tempfile
@@ -28,6 +27,7 @@ from services.common.redis_client import connect_redis
 from tests.faults.transfers import STALL_LIMIT_S, Record, report
 from tests.kvstore.conftest import KvStoreProcess
 from tests.support.completions import Completion, complete
+from tests.support.log_lines import log_events
 from tests.support.mesh import Mesh, running_mesh, total, wait_for
 from tests.support.netns import Island, island
 from tests.support.valkey import Valkey
@@ -73,8 +73,8 @@ class Scene:
 
     def pulls(self) -> list[dict[str, Any]]:
         """The ends of all pulls, as the worker logged them."""
-        lines = (self.mesh.state / "logs" / "worker-0.log").read_text().splitlines()
-        return [line for line in map(_decoded, lines) if line.get("event") == "pull ended"]
+        log = (self.mesh.state / "logs" / "worker-0.log").read_text()
+        return [line for line in log_events(log) if line.get("event") == "pull ended"]
 
     def check_prefix_hits(self, share: float = 0.25) -> float:
         """Ask until this share of a prompt comes from the node; seconds. Every answer is right."""
@@ -170,14 +170,6 @@ def _check_cut_pull(scene: Scene, number: int, answer: Completion, at_s: float, 
 
 def _when_s(line: dict[str, Any]) -> float:
     return datetime.fromisoformat(line["timestamp"]).astimezone(UTC).timestamp()
-
-
-def _decoded(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 @pytest.mark.parametrize("name", ["drop", "drop_incoming", "drop_outgoing", "reset", "crawl"])

@@ -22,6 +22,7 @@ from services.gateway.keys import hash_key
 from services.gateway.text.text_model import TextModel
 from tests.gateway.conftest import ANSWER
 from tests.gateway.fakes import FakeRouter, FakeWorker, Script
+from tests.support.log_lines import log_events
 from tests.support.processes import clean_environment
 from tests.support.waiting import eventually
 
@@ -66,10 +67,10 @@ async def test_life_of_a_process(text_model: TextModel, tmp_path: Path) -> None:
         assert await asyncio.wait_for(asyncio.to_thread(process.wait), 20) == 0
         assert process.stderr is not None
         log = await asyncio.to_thread(process.stderr.read)
-        access = [json.loads(line) for line in log.splitlines() if '"request"' in line]
+        access = log_events(log, '"request"')
         assert sorted((line["code"], line["tenant"]) for line in access) == [("CANCELLED", "acme"), ("OK", "acme")]
         assert all(line["trace_id"] and line["span_id"] and line["request_id"] for line in access)
-        refusals = [json.loads(line) for line in log.splitlines() if '"refused"' in line]
+        refusals = log_events(log, '"refused"')
         assert [(line["code"], line["error"]) for line in refusals] == [("UNAUTHENTICATED", "AuthenticationFailed")]
         assert "Paris" not in log
         await channel.close(None)

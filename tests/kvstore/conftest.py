@@ -14,6 +14,7 @@ import pytest
 
 from services.common.transfer.protocol import PeerAddress
 from tests.common.transfer.blocks import SECRET
+from tests.support.log_lines import log_events
 from tests.support.mesh import wait_for
 from tests.support.processes import clean_environment
 from tests.support.valkey import Valkey
@@ -55,7 +56,7 @@ class KvStoreProcess:
 
     def log(self) -> list[dict[str, Any]]:
         """Its log lines."""
-        return [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
+        return log_events(self._log.read_text())
 
     def terminate(self, timeout_s: float = 20.0) -> int:
         """SIGTERM; returns the exit status."""

@@ -18,6 +18,7 @@ from kvmesh.v1 import kvstore_pb2, kvstore_pb2_grpc
 from services.common.registry import LEASE_S, LocationRecord
 from services.common.rpc import open_channel
 from services.worker.push_target import PushTargets
+from tests.support.log_lines import log_events
 from tests.support.mesh import total
 from tests.support.processes import clean_environment
 from tests.support.valkey import Valkey
@@ -96,7 +97,7 @@ def worker_that_prefers(name: str, *, only_after_s: float) -> str:
 
 def targets_of(worker: WorkerProcess) -> list[str]:
     """Nodes that the worker turned to, one after another."""
-    lines = [json.loads(line) for line in worker.log().splitlines() if line.startswith("{")]
+    lines = log_events(worker.log())
     return [line["kvstore_id"] for line in lines if line["event"] == "push target" and line.get("role") != "mover"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -18,6 +17,7 @@ from kvmesh.v1 import common_pb2, worker_pb2
 
 from services.common.redis_client import connect_redis
 from services.common.registry import RegistryWatcher
+from tests.support.log_lines import log_events
 from tests.support.mesh import total
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually, eventually_async
@@ -126,7 +126,7 @@ async def _bad_input_fails_alone(worker: WorkerProcess) -> None:
             await worker.generate(*arguments, **changes)
         assert caught.value.code() == code
     assert total(worker.metrics(), "kvmesh_worker_requests_total", outcome="failed_precondition") == 1
-    refusals = [json.loads(line) for line in worker.log().splitlines() if '"request refused"' in line]
+    refusals = log_events(worker.log(), '"request refused"')
     assert [line["code"] for line in refusals] == ["FAILED_PRECONDITION"]
     assert refusals[0]["request_id"]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
