@@ -20,24 +20,60 @@ MAX_HEADS_PER_KV_HEAD = 96
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies differ from theta ** (-2 i / head_dim).
+    """How rotary frequencies differ from theta ** (-2 i / rotary_dim).
 
-    linear: divided by `factor`. llama3: as Llama 3.1 (low frequencies divided by `factor`, high ones kept, a smooth
-    ramp between). factors: divided one by one by `frequency_divisors` [head_dim / 2] (GGUF stores llama3 this way).
+    linear: divided by `factor`. dynamic (NTK) and yarn (Peng et al., 2023): by the served context length, resp. by
+    wavelength. llama3: as Llama 3.1 (low frequencies divided by `factor`, high ones kept, a smooth ramp between).
+    factors: divided one by one by `frequency_divisors` [rotary_dim / 2] (GGUF stores llama3 this way; longrope of
+    Phi-3 fixed for the served context length). `attention_factor` multiplies cosine and sine.
     """
 
-    kind: Literal["linear", "llama3", "factors"]
+    kind: Literal["linear", "dynamic", "yarn", "llama3", "factors"]
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
     frequency_divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Shape and constants of one model. Construction validates; raises UnsupportedModel."""
+class RopeConfig:
+    """The rotary embedding of a kind of layer: the first `rotary_dim` elements of a head turn, halves apart."""
 
+    theta: float
+    rotary_dim: int
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts in place of the MLP of every layer whose `sparse` is true.
+
+    Router: softmax over all experts in float32, the `experts_per_token` largest, renormalised to one where
+    `renormalise`. intermediate_size: of one expert.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    renormalise: bool
+    sparse: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape and constants of one model. Construction validates; raises UnsupportedModel.
+
+    windows: for each layer how many of the latest positions a token sees, itself included; 0: all. rope_local: of the
+    layers with a window, where it differs. norm weights are taken as they multiply (Gemma's one is added when they are
+    loaded). post_norms: the outputs of attention and of the MLP are normalised before they join the residual stream.
+    softcaps: cap * tanh(x / cap) of attention scores and of logits; 0: none. embedding_scale multiplies embeddings.
+    """
+
+    architecture: str
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -46,11 +82,33 @@ class ModelConfig:
     intermediate_size: int
     vocab_size: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope: RopeConfig
     max_positions: int
     tie_embeddings: bool
-    attention_bias: bool
+    attention_scale: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    qk_norm: bool = False
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    windows: tuple[int, ...] = ()
+    rope_local: RopeConfig | None = None
+    moe: MoeConfig | None = None
+
+    def window(self, layer: int) -> int:
+        """How many of the latest positions the layer sees; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        """The rotary embedding of a layer."""
+        return self.rope_local if self.rope_local is not None and self.window(layer) else self.rope
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a mixture of experts stands in for the layer's MLP."""
+        return self.moe is not None and self.moe.sparse[layer]
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "num_kv_heads", "vocab_size", "max_positions"):
@@ -66,6 +124,17 @@ class ModelConfig:
             raise UnsupportedModel(f"num_heads = {self.num_heads}: not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.num_heads // self.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
             raise UnsupportedModel(f"num_heads = {self.num_heads}: over {MAX_HEADS_PER_KV_HEAD} for one KV head")
-        divisors = self.rope_scaling.frequency_divisors if self.rope_scaling else ()
-        if divisors and len(divisors) != self.head_dim // 2:
-            raise UnsupportedModel(f"rotary frequency factors: {len(divisors)} instead of {self.head_dim // 2}")
+        for rope in (self.rope, self.rope_local):
+            self._check_rope(rope)
+        for name, values in (("windows", self.windows), ("moe.sparse", self.moe.sparse if self.moe else ())):
+            if values and len(values) != self.num_layers:
+                raise UnsupportedModel(f"{name}: {len(values)} values for {self.num_layers} layers")
+
+    def _check_rope(self, rope: RopeConfig | None) -> None:
+        if rope is None:
+            return
+        if not 0 < rope.rotary_dim <= self.head_dim or rope.rotary_dim % 2:
+            raise UnsupportedModel(f"rotary_dim = {rope.rotary_dim}: must be even and at most {self.head_dim}")
+        divisors = rope.scaling.frequency_divisors if rope.scaling else ()
+        if divisors and len(divisors) != rope.rotary_dim // 2:
+            raise UnsupportedModel(f"rotary frequency factors: {len(divisors)} instead of {rope.rotary_dim // 2}")

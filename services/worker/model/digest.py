@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 from services.worker.model.config import ModelConfig
@@ -24,16 +24,27 @@ EXECUTION_VERSION = 1
 
 def model_digest(config: ModelConfig, *, weights: bytes, dtype: KvDtype, served_context: int) -> bytes:
     """16 bytes. `weights`: from digest_files."""
-    frequencies: list[float] = inverse_frequencies(config).tolist()
+    ropes = [config.rope, *([config.rope_local] if config.rope_local else [])]
+    frequencies = [inverse_frequencies(rope).tolist() for rope in ropes]
     parts = (
         ("execution", str(EXECUTION_VERSION).encode()),
         ("weights", weights),
         ("dtype", dtype.encode()),
-        ("config", repr(sorted(asdict(config).items())).encode()),
+        ("config", repr(_set_fields(config)).encode()),
         ("rotary", repr(frequencies).encode()),
         ("context", str(served_context).encode()),
     )
     return _digest_parts(parts)
+
+
+def _set_fields(value: object) -> object:
+    """The fields of a dataclass that are not at their defaults, by name: a new feature leaves other models' digests."""
+    if not is_dataclass(value):
+        return value
+    items = ((field, getattr(value, field.name)) for field in fields(value))
+    return sorted(
+        (field.name, _set_fields(item)) for field, item in items if field.default is MISSING or item != field.default
+    )
 
 
 def digest_files(files: Sequence[Path]) -> bytes:

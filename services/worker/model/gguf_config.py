@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.worker.model.config import ModelConfig, RopeScaling
+from services.worker.model.config import ModelConfig, RopeConfig, RopeScaling
 from services.worker.model.errors import UnsupportedModel
 from services.worker.model.gguf_file import GgufFile
 
@@ -49,6 +49,7 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
                 f"GGUF field {_PREFIX}{name} = {fields[name]}: only head_dim {head_dim} is supported"
             )
     return ModelConfig(
+        architecture="llama",
         num_layers=_integer(fields, "block_count"),
         hidden_size=hidden,
         num_heads=heads,
@@ -57,11 +58,12 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
         intermediate_size=_integer(fields, "feed_forward_length"),
         vocab_size=_vocab_size(file, fields),
         rms_norm_eps=_decimal(float(fields.get("attention.layer_norm_rms_epsilon", 1e-5))),
-        rope_theta=float(fields.get("rope.freq_base", 10000.0)),
-        rope_scaling=_rope_scaling(file, fields),
+        rope=RopeConfig(float(fields.get("rope.freq_base", 10000.0)), head_dim, _rope_scaling(file, fields)),
         max_positions=_integer(fields, "context_length"),
         tie_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        attention_scale=head_dim**-0.5,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
     )
 
 

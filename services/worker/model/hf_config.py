@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.worker.model.config import ModelConfig, RopeScaling
+from services.worker.model.config import ModelConfig, RopeConfig, RopeScaling
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
 
 Fields = Mapping[str, Any]
@@ -94,21 +94,25 @@ def parse_hf_config(fields: Fields) -> ModelConfig:
     _refuse_unsupported(fields)
     heads = _integer(fields, "num_attention_heads")
     hidden = _integer(fields, "hidden_size")
+    head_dim = _integer(fields, "head_dim", hidden // max(heads, 1))
     theta, scaling = _rope(fields)
+    bias = bool(fields.get("attention_bias", False))
     return ModelConfig(
+        architecture="llama",
         num_layers=_integer(fields, "num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=_integer(fields, "num_key_value_heads", heads),
-        head_dim=_integer(fields, "head_dim", hidden // max(heads, 1)),
+        head_dim=head_dim,
         intermediate_size=_integer(fields, "intermediate_size"),
         vocab_size=_integer(fields, "vocab_size"),
         rms_norm_eps=_number(fields, "rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope=RopeConfig(theta, head_dim, scaling),
         max_positions=_integer(fields, "max_position_embeddings", 2048),
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        attention_bias=bool(fields.get("attention_bias", False)),
+        attention_scale=head_dim**-0.5,
+        qkv_bias=bias,
+        output_bias=bias,
     )
 
 

@@ -30,7 +30,7 @@ class NativeLlama:
         self.pool = pool.blocks
         self._kept: list[torch.Tensor] = []
         self._layers = (LayerStruct * config.num_layers)(*map(self._layer, weights.layers))
-        cos, sin = rotary_table(inverse_frequencies(config), num_positions)
+        cos, sin = rotary_table(inverse_frequencies(config.rope), num_positions)
         self._model = ModelStruct(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -39,7 +39,7 @@ class NativeLlama:
             head_dim=config.head_dim,
             intermediate=config.intermediate_size,
             eps=config.rms_norm_eps,
-            attention_scale=config.head_dim**-0.5,
+            attention_scale=config.attention_scale,
             cos=self._keep(cos),
             sin=self._keep(sin),
             embedding=self._keep(weights.embedding),

@@ -9,13 +9,13 @@ import math
 
 import torch
 
-from services.worker.model.config import ModelConfig, RopeScaling
+from services.worker.model.config import RopeConfig, RopeScaling
 
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """float32 [head_dim / 2]: radians a position turns each pair of elements."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    return _scaled(config.rope_theta**-exponents, config.rope_scaling).float()
+def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
+    """float32 [rotary_dim / 2]: radians a position turns each pair of elements."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float64) / rope.rotary_dim
+    return _scaled(rope.theta**-exponents, rope.scaling).float()
 
 
 def _scaled(plain: torch.Tensor, scaling: RopeScaling | None) -> torch.Tensor:

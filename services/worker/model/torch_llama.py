@@ -28,7 +28,7 @@ class TorchLlama:
         self._config = config
         self._weights = weights
         self.pool = pool.blocks
-        self._cos, self._sin = rotary_table(inverse_frequencies(config), num_positions)
+        self._cos, self._sin = rotary_table(inverse_frequencies(config.rope), num_positions)
 
     @torch.inference_mode()
     def forward(self, batch: PagedBatch, num_threads: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ class TorchLlama:
         query = rotary_write(
             qkv, batch, heads=config.num_heads, cos=self._cos, sin=self._sin, pool=self.pool, layer=index
         )
-        attended = paged_attention(query, self.pool, index, batch, scale=config.head_dim**-0.5)
+        attended = paged_attention(query, self.pool, index, batch, scale=config.attention_scale)
         return linear(attended.flatten(1), layer.output, layer.output_bias)
 
     def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:

@@ -82,8 +82,9 @@ class _Reader:
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size))
         qkv_bias = output_bias = None
-        if config.attention_bias:
+        if config.qkv_bias:
             qkv_bias = torch.cat([self.vector(f"{attention}{name}.bias", size) for name, size in parts])
+        if config.output_bias:
             output_bias = self.vector(f"{attention}o_proj.bias", hidden)
         return LayerWeights(
             attention_norm=self.vector(prefix + "input_layernorm.weight", hidden),

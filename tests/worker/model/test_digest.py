@@ -26,9 +26,11 @@ def test_every_part_counts(config: ModelConfig) -> None:
         digest(),
         digest(weights=b"v"),
         digest(context=4097),
-        digest(replace(config, rope_theta=1e4)),
-        digest(replace(config, rope_scaling=scaled)),
-        digest(replace(config, rope_scaling=replace(scaled, factor=3.0))),
+        digest(replace(config, rope=replace(config.rope, theta=1e4))),
+        digest(replace(config, rope=replace(config.rope, scaling=scaled))),
+        digest(replace(config, rope=replace(config.rope, scaling=replace(scaled, factor=3.0)))),
+        digest(replace(config, attention_scale=0.5)),
+        digest(replace(config, windows=(64,) * config.num_layers)),
         digest(replace(config, rms_norm_eps=1e-6)),
         model_digest(config, weights=b"w", dtype="float32", served_context=4096),
     ]
@@ -40,7 +42,7 @@ def test_every_part_counts(config: ModelConfig) -> None:
 def test_golden(config: ModelConfig) -> None:
     """The digest is part of block identity across processes and releases: it may not drift by accident."""
     digest = model_digest(config, weights=bytes(16), dtype="bfloat16", served_context=8192)
-    assert digest.hex() == "09fb2dea977598b0122a15cc5d1b9f41"
+    assert digest.hex() == "6abaa06574a7415df54b6fbdf6c309a9"
 
 
 def test_files(tmp_path: Path) -> None:

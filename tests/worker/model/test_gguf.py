@@ -57,8 +57,8 @@ def test_header_and_tensors(tmp_path: Path) -> None:
     config = parse_gguf_config(file)
     assert (config.vocab_size, config.head_dim, file.weight_format) == (5, 16, "gguf:F32")
     assert config.rms_norm_eps == 1e-5
-    assert config.rope_scaling is not None
-    assert config.rope_scaling.frequency_divisors == (2.0,) * 8
+    assert config.rope.scaling is not None
+    assert config.rope.scaling.frequency_divisors == (2.0,) * 8
     assert np.array_equal(file.tensors["token_embd.weight"].dequantise(), EMBEDDING["token_embd.weight"])
 
 
@@ -98,4 +98,4 @@ def test_the_default_model_opens_without_reading_weights(model_path: Path) -> No
     config = model.config
     assert model.weight_format == "gguf:Q4_1,Q8_0"
     assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
-    assert (config.rope_theta, config.vocab_size, config.tie_embeddings) == (100000.0, 49152, True)
+    assert (config.rope.theta, config.vocab_size, config.tie_embeddings) == (100000.0, 49152, True)

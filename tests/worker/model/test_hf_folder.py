@@ -108,9 +108,9 @@ def test_unsupported_config(tmp_path: Path, changes: dict[str, Any], message: st
 def test_older_rope_fields() -> None:
     older = {**SMALL, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     config = parse_hf_config(older)
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling is not None
-    assert config.rope_scaling.factor == 2.0
+    assert config.rope.theta == 5e5
+    assert config.rope.scaling is not None
+    assert config.rope.scaling.factor == 2.0
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
