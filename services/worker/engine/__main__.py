@@ -126,7 +126,14 @@ def _load_runner(config: EngineConfig, threads: int) -> CpuRunner:
     os.ftruncate(config.pool_fd, size)
     pool = mmap.mmap(config.pool_fd, size, flags=mmap.MAP_SHARED)
     context = min(config.max_context or model.max_positions, model.max_positions)
-    return load_runner(path, dtype=config.dtype, pool_buffer=pool, num_threads=threads, served_context=context)
+    return load_runner(
+        path,
+        dtype=config.dtype,
+        pool_buffer=pool,
+        num_threads=threads,
+        served_context=context,
+        max_step_tokens=config.step_token_budget,
+    )
 
 
 def _receive_key(front: Link[Message]) -> bytes:

@@ -6,6 +6,7 @@ A path is a Hugging Face folder (config.json and safetensors) or a GGUF file. Wh
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +22,13 @@ from services.worker.model.gguf_file import read_gguf
 from services.worker.model.gguf_source import GgufSource
 from services.worker.model.hf_config import read_hf_config
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool, PoolBuffer
-from services.worker.model.layout import KvDtype, KvLayout
+from services.worker.model.layout import KV_DTYPE_BYTES, KvDtype, KvLayout
+from services.worker.model.memory import MemoryMap, step_bytes
 from services.worker.model.native_llama import NativeLlama
 from services.worker.model.runner import CpuRunner, RunnerSpec
 from services.worker.model.safetensors_source import SafetensorsSource
 from services.worker.model.torch_llama import TorchLlama
-from services.worker.model.weights import LlamaWeights, TensorSource, load_weights
+from services.worker.model.weights import LlamaWeights, TensorSource, load_weights, weight_bytes
 
 log = structlog.get_logger(__name__)
 
@@ -66,12 +68,15 @@ def load_runner(
     num_threads: int | None = None,
     served_context: int | None = None,
     compiled: bool = True,
+    max_step_tokens: int = 512,
 ) -> CpuRunner:
     """Load a model over a pool that the caller owns.
 
     dtype: of weights, activations and KV. pool_buffer: writable, kept alive by the runner. num_threads: None follows
     torch. served_context: tokens, at most the model's own maximum, which is the default. compiled: use the compiled
-    kernels where they can be had. Raises UnsupportedModel, InvalidWeights, or ValueError for the pool.
+    kernels where they can be had.
+    max_step_tokens: of the largest step, for the memory map. Raises UnsupportedModel, InvalidWeights, or ValueError for
+    the pool.
     """
     model = open_model(path)
     config = model.config
@@ -80,7 +85,9 @@ def load_runner(
         raise UnsupportedModel(f"served context {context}: the model has 1 to {config.max_positions} positions")
     pool = KvPool.from_buffer(pool_buffer, kv_layout(config, dtype))
     digest = model_digest(config, weights=digest_files(model.files), dtype=dtype, served_context=context)
-    decoder = _decoder(config, load_weights(model.source, config, TORCH_DTYPES[dtype]), pool, context, compiled)
+    weights = load_weights(model.source, config, TORCH_DTYPES[dtype])
+    memory = _memory_map(config, weights, pool, context, max_step_tokens)
+    decoder = _decoder(config, weights, pool, context, compiled)
     spec = RunnerSpec(
         config=config,
         layout=pool.layout,
@@ -91,9 +98,24 @@ def load_runner(
         num_blocks=pool.num_blocks,
         weight_format=model.weight_format,
         backend=decoder.backend,
+        memory=memory,
     )
     log.info("model loaded", backend=spec.backend, dtype=dtype, context=context, blocks=spec.num_blocks)
     return CpuRunner(spec, decoder, num_threads)
+
+
+def _memory_map(config: ModelConfig, weights: LlamaWeights, pool: KvPool, context: int, tokens: int) -> MemoryMap:
+    return MemoryMap(
+        device="cpu",
+        total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        weight_bytes=weight_bytes(weights),
+        reserve_bytes=step_bytes(
+            config, tokens=tokens, logit_rows=tokens, element_bytes=KV_DTYPE_BYTES[pool.layout.dtype]
+        ),
+        block_bytes=pool.layout.block_bytes,
+        num_blocks=pool.num_blocks,
+        max_context=context,
+    )
 
 
 def _decoder(config: ModelConfig, weights: LlamaWeights, pool: KvPool, context: int, compiled: bool) -> Decoder:

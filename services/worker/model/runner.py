@@ -15,6 +15,7 @@ import torch
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder
 from services.worker.model.layout import KvDtype, KvLayout
+from services.worker.model.memory import MemoryMap
 from services.worker.model.step import StepInput
 from services.worker.model.step_check import StepLimits, checked_batch
 
@@ -25,7 +26,7 @@ class RunnerSpec:
 
     digest: 16 bytes, identifies interchangeable KV. max_context: served context length in tokens. weight_format:
     "safetensors", or "gguf:" and its quantisations. backend: which arithmetic runs; replicas with the same backend
-    agree to the last bit.
+    agree to the last bit. memory: where the device's memory goes.
     """
 
     config: ModelConfig
@@ -37,6 +38,7 @@ class RunnerSpec:
     num_blocks: int
     weight_format: str
     backend: str
+    memory: MemoryMap
 
 
 class CpuRunner:

@@ -6,7 +6,8 @@ checks each shape and converts to the compute dtype. Norm weights and biases are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Protocol
 
 import torch
@@ -65,6 +66,23 @@ def load_weights(source: TensorSource, config: ModelConfig, dtype: torch.dtype) 
     if left_over:
         raise InvalidWeights(f"tensor {left_over[0]} has no place in this model ({len(left_over)} such)")
     return LlamaWeights(embedding, layers, final_norm, head)
+
+
+def weight_bytes(weights: object) -> int:
+    """Memory of all tensors in a tree of dataclasses and tuples; a tensor that is there twice counts once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in _tensors(weights)}
+    return sum(storages.values())
+
+
+def _tensors(tree: object) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from _tensors(item)
+    elif is_dataclass(tree):
+        for field in fields(tree):
+            yield from _tensors(getattr(tree, field.name))
 
 
 class _Reader:
