@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ import pytest
 
 from tests.support.netns import Island, impossible, island
 from tests.support.valkey import Valkey
+
+# Triton decides when it is imported whether kernels are interpreted on CPU tensors or compiled: in tests interpreted,
+# unless somebody with a GPU says TRITON_INTERPRET=0. A test that compiles starts a process of its own.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
