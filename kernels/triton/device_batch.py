@@ -5,8 +5,8 @@ and a captured CUDA graph finds them where they were: `pack` fills a (pinned) ho
 device buffer of the same shape.
 
 **Padding.** A graph's shape is fixed, a step is smaller. `padded` adds sequences of context 0 that own the added
-tokens, one each while there are enough of them. Kernels then do nothing harmful: such a token's KV is written nowhere (its
-write slot is -1), its attention is 0, and rows never influence each other. Added logit rows repeat row 0.
+tokens, one each while there are enough of them. Kernels then do nothing harmful: such a token's KV is written nowhere
+(its write slot is -1), its attention is 0, and rows never influence each other. Added logit rows repeat row 0.
 
 The host knows bounds, not values: launch grids are made from `max_query_len` and `max_context_len`, which a captured
 graph sets to the largest it may see; what a program really has to do it reads from the device.

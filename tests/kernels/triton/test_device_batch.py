@@ -8,7 +8,6 @@ import torch
 
 from kernels.batch import BLOCK_TOKENS
 from kernels.triton.device_batch import BatchShape, DeviceBatch, pack, padded, write_slots
-
 from tests.kernels.batches import make_batch
 
 
