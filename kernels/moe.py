@@ -41,7 +41,7 @@ def mixture(
     """
     experts, weights = route(logits, k, renormalise)
     outputs = x.new_empty((len(x), k, down.shape[1]), dtype=torch.float32)
-    for expert in experts.unique().tolist():
+    for expert in sorted(set(experts.flatten().tolist())):
         tokens, ranks = torch.nonzero(experts == expert, as_tuple=True)
         hidden = gated(linear(x[tokens], gate_up[expert]), activation).to(x.dtype)
         outputs[tokens, ranks] = linear(hidden, down[expert])
