@@ -24,11 +24,12 @@ class RopeScaling:
 
     linear: divided by `factor`. dynamic (NTK) and yarn (Peng et al., 2023): by the served context length, resp. by
     wavelength. llama3: as Llama 3.1 (low frequencies divided by `factor`, high ones kept, a smooth ramp between).
-    factors: divided one by one by `frequency_divisors` [rotary_dim / 2] (GGUF stores llama3 this way; longrope of
-    Phi-3 fixed for the served context length). `attention_factor` multiplies cosine and sine.
+    factors: divided one by one by `frequency_divisors` [rotary_dim / 2] (GGUF stores llama3 this way). longrope
+    (Phi-3): likewise where more than `original_max_positions` are served, else by `short_divisors`. truncate: of yarn,
+    its ramp begins and ends at whole pairs. `attention_factor` multiplies cosine and sine.
     """
 
-    kind: Literal["linear", "dynamic", "yarn", "llama3", "factors"]
+    kind: Literal["linear", "dynamic", "yarn", "llama3", "factors", "longrope"]
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -37,6 +38,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     frequency_divisors: tuple[float, ...] = ()
+    short_divisors: tuple[float, ...] = ()
+    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ class ModelConfig:
             return
         if not 0 < rope.rotary_dim <= self.head_dim or rope.rotary_dim % 2:
             raise UnsupportedModel(f"rotary_dim = {rope.rotary_dim}: must be even and at most {self.head_dim}")
-        divisors = rope.scaling.frequency_divisors if rope.scaling else ()
-        if divisors and len(divisors) != rope.rotary_dim // 2:
-            raise UnsupportedModel(f"rotary frequency factors: {len(divisors)} instead of {rope.rotary_dim // 2}")
+        scaling = rope.scaling
+        for divisors in (scaling.frequency_divisors, scaling.short_divisors) if scaling else ():
+            if divisors and len(divisors) != rope.rotary_dim // 2:
+                raise UnsupportedModel(f"rotary frequency factors: {len(divisors)} instead of {rope.rotary_dim // 2}")

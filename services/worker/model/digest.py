@@ -25,7 +25,7 @@ EXECUTION_VERSION = 1
 def model_digest(config: ModelConfig, *, weights: bytes, dtype: KvDtype, served_context: int) -> bytes:
     """16 bytes. `weights`: from digest_files."""
     ropes = [config.rope, *([config.rope_local] if config.rope_local else [])]
-    frequencies = [inverse_frequencies(rope).tolist() for rope in ropes]
+    frequencies = [inverse_frequencies(rope, served_context).tolist() for rope in ropes]
     parts = (
         ("execution", str(EXECUTION_VERSION).encode()),
         ("weights", weights),

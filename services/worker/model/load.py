@@ -24,11 +24,11 @@ from services.worker.model.hf_config import read_hf_config
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool, PoolBuffer
 from services.worker.model.layout import KV_DTYPE_BYTES, KvDtype, KvLayout
 from services.worker.model.memory import MemoryMap, step_bytes
-from services.worker.model.native_llama import NativeLlama
+from services.worker.model.native_llama import NativeLlama, native_lacks
 from services.worker.model.runner import CpuRunner, RunnerSpec
 from services.worker.model.safetensors_source import SafetensorsSource
-from services.worker.model.torch_llama import TorchLlama
-from services.worker.model.weights import LlamaWeights, TensorSource, load_weights, weight_bytes
+from services.worker.model.torch_decoder import TorchDecoder
+from services.worker.model.weights import ModelWeights, TensorSource, load_weights, weight_bytes
 
 log = structlog.get_logger(__name__)
 
@@ -104,7 +104,7 @@ def load_runner(
     return CpuRunner(spec, decoder, num_threads)
 
 
-def _memory_map(config: ModelConfig, weights: LlamaWeights, pool: KvPool, context: int, tokens: int) -> MemoryMap:
+def _memory_map(config: ModelConfig, weights: ModelWeights, pool: KvPool, context: int, tokens: int) -> MemoryMap:
     return MemoryMap(
         device="cpu",
         total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -118,10 +118,13 @@ def _memory_map(config: ModelConfig, weights: LlamaWeights, pool: KvPool, contex
     )
 
 
-def _decoder(config: ModelConfig, weights: LlamaWeights, pool: KvPool, context: int, compiled: bool) -> Decoder:
-    if compiled:
+def _decoder(config: ModelConfig, weights: ModelWeights, pool: KvPool, context: int, compiled: bool) -> Decoder:
+    lacking = native_lacks(config)
+    if compiled and lacking:
+        log.warning("compiled kernels do not cover this model, falling back to plain torch", lacking=lacking)
+    elif compiled:
         try:
             return NativeLlama(config, weights, pool, context)
         except (BuildError, OSError) as error:
             log.warning("compiled kernels unavailable, falling back to plain torch", reason=str(error))
-    return TorchLlama(config, weights, pool, context)
+    return TorchDecoder(config, weights, pool, context)

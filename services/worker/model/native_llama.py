@@ -13,24 +13,40 @@ from kernels.batch import PagedBatch
 from kernels.cpu import library
 from kernels.cpu.library import LayerStruct, LinearStruct, ModelStruct, ScratchStruct
 from kernels.linear import interleave_gate_up, pack_weight
-from kernels.rotary import rotary_table
 from services.worker.model.config import ModelConfig
 from services.worker.model.kv_pool import KvPool
-from services.worker.model.rope import inverse_frequencies
-from services.worker.model.weights import LayerWeights, LlamaWeights
+from services.worker.model.rope import rotary_tables
+from services.worker.model.weights import LayerWeights, MlpWeights, ModelWeights
+
+
+def native_lacks(config: ModelConfig) -> list[str]:
+    """The features of a model that the compiled kernels lack; empty when they can execute it."""
+    needed = {
+        "activation": config.activation != "silu",
+        "qk_norm": config.qk_norm,
+        "post_norms": config.post_norms,
+        "embedding_scale": config.embedding_scale != 1.0,
+        "attention_softcap": config.attention_softcap != 0.0,
+        "logit_softcap": config.logit_softcap != 0.0,
+        "windows": any(config.windows),
+        "rope_local": config.rope_local is not None,
+        "rotary_dim": config.rope.rotary_dim != config.head_dim,
+        "moe": config.moe is not None,
+    }
+    return [name for name, lacking in needed.items() if lacking]
 
 
 class NativeLlama:
     """A Decoder on kernels/cpu. Raises BuildError or OSError where the library cannot be had."""
 
-    def __init__(self, config: ModelConfig, weights: LlamaWeights, pool: KvPool, num_positions: int) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KvPool, num_positions: int) -> None:
         self.backend = f"native {library.instruction_set()}"
         self.part_seconds: torch.Tensor | None = None
         self._config = config
         self.pool = pool.blocks
         self._kept: list[torch.Tensor] = []
         self._layers = (LayerStruct * config.num_layers)(*map(self._layer, weights.layers))
-        cos, sin = rotary_table(inverse_frequencies(config.rope), num_positions)
+        cos, sin = rotary_tables(config.rope, num_positions)
         self._model = ModelStruct(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -77,13 +93,15 @@ class NativeLlama:
         return library.linear_struct(packed, weight.shape[0], weight.shape[1], bias)
 
     def _layer(self, layer: LayerWeights) -> LayerStruct:
+        mlp = layer.mlp
+        assert isinstance(mlp, MlpWeights)
         return LayerStruct(
             attention_norm=self._keep(layer.attention_norm),
             qkv=self._linear(layer.qkv, layer.qkv_bias),
             output=self._linear(layer.output, layer.output_bias),
             mlp_norm=self._keep(layer.mlp_norm),
-            gate_up=self._linear(interleave_gate_up(layer.gate, layer.up)),
-            down=self._linear(layer.down),
+            gate_up=self._linear(interleave_gate_up(mlp.gate, mlp.up)),
+            down=self._linear(mlp.down),
         )
 
     def _scratch_for(self, batch: PagedBatch) -> ScratchStruct:

@@ -1,12 +1,13 @@
-"""The tensors of a Llama decoder, under one set of names, whatever file they came from.
+"""The tensors of a decoder, under one set of names, whatever file they came from.
 
 A `TensorSource` answers for Hugging Face's names; `load_weights` asks it for everything the configuration implies,
-checks each shape and converts to the compute dtype. Norm weights and biases are float32.
+checks each shape and converts to the compute dtype. Projections may be stored one by one or joined (Phi-3), experts one
+by one or stacked. Norm weights and biases are float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Protocol
 
@@ -14,6 +15,14 @@ import torch
 
 from services.worker.model.config import ModelConfig
 from services.worker.model.errors import InvalidWeights
+
+# Architectures whose authors store norm weights minus one.
+_CENTRED_NORMS = frozenset(("gemma2", "gemma3"))
+# Where a layer's experts lie, and the names of gate, up and down: of Mixtral, and of all others.
+_EXPERT_SCHEMES = (
+    ("block_sparse_moe.", "w1", "w3", "w2"),
+    ("mlp.", "gate_proj", "up_proj", "down_proj"),
+)
 
 
 class TensorSource(Protocol):
@@ -27,8 +36,29 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """gate, up: [intermediate, hidden]; down: [hidden, intermediate]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """E experts of size I. router: [E, hidden]; gate_up: [E, 2 I, hidden], gate first; down: [E, hidden, I]."""
+
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """[out, in] matrices. qkv: queries, keys, values below each other; gate_up likewise."""
+    """[out, in] matrices. qkv: queries, keys, values below each other. q_norm, k_norm: [head_dim].
+
+    Post norms: of the outputs of attention and MLP, before they join the residual stream.
+    """
 
     attention_norm: torch.Tensor
     qkv: torch.Tensor
@@ -36,13 +66,15 @@ class LayerWeights:
     output: torch.Tensor
     output_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    mlp: MlpWeights | ExpertWeights
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    attention_post_norm: torch.Tensor | None = None
+    mlp_post_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaWeights:
+class ModelWeights:
     """embedding and head: [vocab_size, hidden]; the same tensor when tied."""
 
     embedding: torch.Tensor
@@ -51,12 +83,23 @@ class LlamaWeights:
     head: torch.Tensor
 
 
-def load_weights(source: TensorSource, config: ModelConfig, dtype: torch.dtype) -> LlamaWeights:
-    """Read and check all weights. Raises InvalidWeights naming a tensor that is missing, misshapen or left over."""
-    reader = _Reader(source, config, dtype)
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """What multiplies embeddings: rounded to the compute dtype, as Gemma's authors do."""
+    return torch.tensor(config.embedding_scale, dtype=dtype).item()
+
+
+def load_weights(
+    source: TensorSource, config: ModelConfig, dtype: torch.dtype, *, centred_norms: bool = True
+) -> ModelWeights:
+    """Read and check all weights. Raises InvalidWeights naming a tensor that is missing, misshapen or left over.
+
+    centred_norms: Gemma's norm weights lack the one that their authors add; false where the file has it added (GGUF).
+    """
+    offset = 1.0 if centred_norms and config.architecture in _CENTRED_NORMS else 0.0
+    reader = _Reader(source, config, dtype, offset)
     embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = tuple(reader.layer(index) for index in range(config.num_layers))
-    final_norm = reader.vector("model.norm.weight", config.hidden_size)
+    final_norm = reader.norm("model.norm.weight", config.hidden_size)
     head = embedding
     if config.tie_embeddings:
         reader.used.add("lm_head.weight")
@@ -65,7 +108,7 @@ def load_weights(source: TensorSource, config: ModelConfig, dtype: torch.dtype) 
     left_over = sorted(name for name in source.names() - reader.used if not name.endswith("rotary_emb.inv_freq"))
     if left_over:
         raise InvalidWeights(f"tensor {left_over[0]} has no place in this model ({len(left_over)} such)")
-    return LlamaWeights(embedding, layers, final_norm, head)
+    return ModelWeights(embedding, layers, final_norm, head)
 
 
 def weight_bytes(weights: object) -> int:
@@ -86,38 +129,80 @@ def _tensors(tree: object) -> Iterator[torch.Tensor]:
 
 
 class _Reader:
-    def __init__(self, source: TensorSource, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, source: TensorSource, config: ModelConfig, dtype: torch.dtype, norm_offset: float) -> None:
         self._source = source
         self._config = config
         self._dtype = dtype
+        self._norm_offset = norm_offset
         self._present = source.names()
         self.used: set[str] = set()
 
     def layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, f"model.layers.{index}."
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        attention = prefix + "self_attn."
+        hidden, attention = config.hidden_size, f"model.layers.{index}.self_attn."
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = (("q_proj", query_size), ("k_proj", kv_size), ("v_proj", kv_size))
-        qkv_bias = output_bias = None
-        if config.qkv_bias:
-            qkv_bias = torch.cat([self.vector(f"{attention}{name}.bias", size) for name, size in parts])
-        if config.output_bias:
-            output_bias = self.vector(f"{attention}o_proj.bias", hidden)
+        mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
         return LayerWeights(
-            attention_norm=self.vector(prefix + "input_layernorm.weight", hidden),
-            qkv=torch.cat([self.matrix(f"{attention}{name}.weight", size, hidden) for name, size in parts]),
-            qkv_bias=qkv_bias,
+            attention_norm=self.norm(prefix + "input_layernorm.weight", hidden),
+            qkv=self._joined(attention, "qkv_proj", parts, hidden),
+            qkv_bias=self._joined_bias(attention, parts) if config.qkv_bias else None,
             output=self.matrix(attention + "o_proj.weight", hidden, query_size),
-            output_bias=output_bias,
-            mlp_norm=self.vector(prefix + "post_attention_layernorm.weight", hidden),
-            gate=self.matrix(prefix + "mlp.gate_proj.weight", intermediate, hidden),
-            up=self.matrix(prefix + "mlp.up_proj.weight", intermediate, hidden),
-            down=self.matrix(prefix + "mlp.down_proj.weight", hidden, intermediate),
+            output_bias=self.vector(attention + "o_proj.bias", hidden) if config.output_bias else None,
+            mlp_norm=self.norm(f"{prefix}{mlp_norm}.weight", hidden),
+            mlp=self._experts(prefix) if config.is_sparse(index) else self._mlp(prefix + "mlp."),
+            q_norm=self.norm(attention + "q_norm.weight", config.head_dim) if config.qk_norm else None,
+            k_norm=self.norm(attention + "k_norm.weight", config.head_dim) if config.qk_norm else None,
+            attention_post_norm=self._post_norm(prefix + "post_attention_layernorm.weight"),
+            mlp_post_norm=self._post_norm(prefix + "post_feedforward_layernorm.weight"),
         )
 
+    def _mlp(self, prefix: str) -> MlpWeights:
+        hidden, size = self._config.hidden_size, self._config.intermediate_size
+        joined = self._joined(prefix, "gate_up_proj", (("gate_proj", size), ("up_proj", size)), hidden)
+        return MlpWeights(joined[:size], joined[size:], self.matrix(prefix + "down_proj.weight", hidden, size))
+
+    def _experts(self, layer: str) -> ExpertWeights:
+        moe, hidden = self._config.moe, self._config.hidden_size
+        assert moe is not None
+        count, size = moe.num_experts, moe.intermediate_size
+        where, *names = next(
+            (s for s in _EXPERT_SCHEMES if f"{layer}{s[0]}gate.weight" in self._present), _EXPERT_SCHEMES[1]
+        )
+        router = self.matrix(f"{layer}{where}gate.weight", count, hidden)
+        prefix = f"{layer}{where}experts."
+        if f"{prefix}gate_up_proj" in self._present:
+            gate_up = self._stacked(f"{prefix}gate_up_proj", (count, 2 * size, hidden))
+            return ExpertWeights(router, gate_up, self._stacked(f"{prefix}down_proj", (count, hidden, size)))
+        gate_up = torch.empty(count, 2 * size, hidden, dtype=self._dtype)
+        down = torch.empty(count, hidden, size, dtype=self._dtype)
+        gate_name, up_name, down_name = names
+        for expert in range(count):
+            gate_up[expert, :size] = self.matrix(f"{prefix}{expert}.{gate_name}.weight", size, hidden)
+            gate_up[expert, size:] = self.matrix(f"{prefix}{expert}.{up_name}.weight", size, hidden)
+            down[expert] = self.matrix(f"{prefix}{expert}.{down_name}.weight", hidden, size)
+        return ExpertWeights(router, gate_up, down)
+
+    def _joined(self, prefix: str, joined: str, parts: Sequence[tuple[str, int]], columns: int) -> torch.Tensor:
+        """Rows of several projections below each other, however they are stored."""
+        if f"{prefix}{joined}.weight" in self._present:
+            return self.matrix(f"{prefix}{joined}.weight", sum(size for _, size in parts), columns)
+        return torch.cat([self.matrix(f"{prefix}{name}.weight", size, columns) for name, size in parts])
+
+    def _joined_bias(self, prefix: str, parts: Sequence[tuple[str, int]]) -> torch.Tensor:
+        return torch.cat([self.vector(f"{prefix}{name}.bias", size) for name, size in parts])
+
+    def _post_norm(self, name: str) -> torch.Tensor | None:
+        return self.norm(name, self._config.hidden_size) if self._config.post_norms else None
+
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        return self._read(name, (rows, columns)).to(self._dtype).contiguous()
+        return self._stacked(name, (rows, columns))
+
+    def _stacked(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._read(name, shape).to(self._dtype).contiguous()
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        return self.vector(name, size) + self._norm_offset
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         return self._read(name, (size,)).float().contiguous()
