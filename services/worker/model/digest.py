@@ -8,10 +8,8 @@ and length-prefixed, so no two different lists of parts hash the same text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 
 from services.worker.model.config import ModelConfig
 from services.worker.model.layout import KvDtype
@@ -23,7 +21,7 @@ EXECUTION_VERSION = 1
 
 
 def model_digest(config: ModelConfig, *, weights: bytes, dtype: KvDtype, served_context: int) -> bytes:
-    """16 bytes. `weights`: from digest_files."""
+    """16 bytes. `weights`: of reading.LoadedWeights."""
     ropes = [config.rope, *([config.rope_local] if config.rope_local else [])]
     frequencies = [inverse_frequencies(rope, served_context).tolist() for rope in ropes]
     parts = (
@@ -45,17 +43,6 @@ def _set_fields(value: object) -> object:
     return sorted(
         (field.name, _set_fields(item)) for field, item in items if field.default is MISSING or item != field.default
     )
-
-
-def digest_files(files: Sequence[Path]) -> bytes:
-    """16 bytes over the contents of the files in their order; about 1 GB/s on each of several threads."""
-    with ThreadPoolExecutor() as pool:
-        return _digest_parts(("file", digest) for digest in pool.map(_digest_file, files))
-
-
-def _digest_file(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()
 
 
 def _digest_parts(parts: Iterable[tuple[str, bytes]]) -> bytes:

@@ -5,9 +5,10 @@ The `gguf` package's tables of types and block sizes, and its dequantisation, ar
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor. shape: outermost dimension first. data: its quantised bytes, uint8 [rows, bytes of a row]."""
+    """One tensor. shape: outermost dimension first. data: its quantised bytes, uint8 [rows, bytes of a row].
+
+    offset: of its first byte in the file.
+    """
 
     name: str
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
     data: npt.NDArray[np.uint8]
+    offset: int
 
     def dequantise(self) -> npt.NDArray[np.float32]:
         """The values in writable float32 memory, of `shape`. Raises InvalidWeights for an unknown quantisation."""
@@ -45,6 +50,13 @@ class GgufFile:
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+
+    def in_memory(self, data: Mapping[str, npt.NDArray[np.uint8]]) -> GgufFile:
+        """The same file with its tensors' bytes in memory: `data` has those of each, by name."""
+        tensors = {
+            name: replace(tensor, data=data[name].reshape(tensor.data.shape)) for name, tensor in self.tensors.items()
+        }
+        return GgufFile(self.metadata, tensors)
 
     @property
     def weight_format(self) -> str:
@@ -92,6 +104,9 @@ class _Parser:
         block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % block_values:
             raise ValueError(f"tensor {name}: rows of {shape[-1]} values do not fill blocks of {block_values}")
-        rows, row_bytes = int(np.prod(shape[:-1])), shape[-1] // block_values * block_bytes
-        data = np.frombuffer(self._mapped, np.uint8, rows * row_bytes, base + offset)
-        return GgufTensor(name, shape, kind, data.reshape(rows, row_bytes))
+        rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block_values * block_bytes
+        start, end = base + offset, base + offset + rows * row_bytes
+        if end > len(self._mapped):
+            raise ValueError(f"tensor {name} ends at byte {end} of {len(self._mapped)}")
+        data = np.frombuffer(self._mapped, np.uint8, rows * row_bytes, start)
+        return GgufTensor(name, shape, kind, data.reshape(rows, row_bytes), start)

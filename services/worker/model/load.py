@@ -7,15 +7,22 @@ A path is a Hugging Face folder (config.json and safetensors) or a GGUF file. Wh
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
+import torch
 
 from kernels.cpu.build import BuildError
+from services.common.artifacts.chunk_reader import Progress
+from services.common.artifacts.errors import InvalidArtifact
+from services.common.artifacts.manifest import file_size, read_manifest
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder
-from services.worker.model.digest import digest_files, model_digest
+from services.worker.model.digest import model_digest
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
 from services.worker.model.gguf_config import parse_gguf_config
 from services.worker.model.gguf_file import read_gguf
@@ -25,8 +32,9 @@ from services.worker.model.kv_pool import TORCH_DTYPES, KvPool, PoolBuffer
 from services.worker.model.layout import KV_DTYPE_BYTES, KvDtype, KvLayout
 from services.worker.model.memory import MemoryMap, step_bytes
 from services.worker.model.native_llama import NativeLlama, native_lacks
+from services.worker.model.reading import Extent, WeightFile, read_weights
 from services.worker.model.runner import CpuRunner, RunnerSpec
-from services.worker.model.safetensors_source import SafetensorsSource
+from services.worker.model.safetensors_source import SafetensorsFolder, SafetensorsSource
 from services.worker.model.torch_decoder import TorchDecoder
 from services.worker.model.weights import ModelWeights, TensorSource, load_weights, weight_bytes
 
@@ -35,24 +43,54 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """An opened model: its configuration, where its tensors come from and which files those are."""
+    """An opened model: its configuration, its weight files, and how to view them once they are in memory."""
 
     config: ModelConfig
-    source: TensorSource
-    files: list[Path]
+    path: Path
+    files: list[WeightFile]
     weight_format: str
+    view: Callable[[Mapping[str, torch.Tensor]], TensorSource]
+
+    def read(self, *, progress: Progress | None = None, pinned: bool = False) -> tuple[TensorSource, bytes]:
+        """Its tensors, in memory, and the digest of its weights: one pass over the files.
+
+        A manifest beside the model is obeyed. pinned: memory that a GPU copies from. progress: told the bytes read.
+        Raises InvalidWeights.
+        """
+        started_s = time.perf_counter()
+        try:
+            manifest = read_manifest(self.path)
+        except InvalidArtifact as error:
+            raise InvalidWeights(str(error)) from None
+        loaded = read_weights(self.files, manifest, progress=progress, pinned=pinned)
+        took_s = time.perf_counter() - started_s
+        rate = round(loaded.size / max(took_s, 1e-9) / 1e9, 2)
+        log.info(
+            "weights read", bytes=loaded.size, seconds=round(took_s, 2), gb_per_s=rate, sealed=manifest is not None
+        )
+        return self.view(loaded.tensors), loaded.digest
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weight files."""
+        return sum(file_size(file.path) for file in self.files)
 
 
 def open_model(path: Path) -> ModelFiles:
     """Open a folder or a GGUF file without reading weights. Raises UnsupportedModel or InvalidWeights."""
     if path.is_dir():
-        config, source = read_hf_config(path), SafetensorsSource(path)
-        return ModelFiles(config, source, source.files, "safetensors")
+        config, folder = read_hf_config(path), SafetensorsFolder(path)
+        return ModelFiles(config, path, folder.files, "safetensors", partial(SafetensorsSource, folder))
     if not path.is_file():
         raise InvalidWeights(f"{path.name}: no such model folder or GGUF file")
     file = read_gguf(path)
     config = parse_gguf_config(file)
-    return ModelFiles(config, GgufSource(file, config), [path], file.weight_format)
+    extents = tuple(Extent(one.name, one.offset, one.data.nbytes) for one in file.tensors.values())
+
+    def view(data: Mapping[str, torch.Tensor]) -> TensorSource:
+        return GgufSource(file.in_memory({name: tensor.numpy() for name, tensor in data.items()}), config)
+
+    return ModelFiles(config, path, [WeightFile(path, extents)], file.weight_format, view)
 
 
 def kv_layout(config: ModelConfig, dtype: KvDtype) -> KvLayout:
@@ -69,14 +107,15 @@ def load_runner(
     served_context: int | None = None,
     compiled: bool = True,
     max_step_tokens: int = 512,
+    progress: Progress | None = None,
 ) -> CpuRunner:
     """Load a model over a pool that the caller owns.
 
     dtype: of weights, activations and KV. pool_buffer: writable, kept alive by the runner. num_threads: None follows
     torch. served_context: tokens, at most the model's own maximum, which is the default. compiled: use the compiled
     kernels where they can be had.
-    max_step_tokens: of the largest step, for the memory map. Raises UnsupportedModel, InvalidWeights, or ValueError for
-    the pool.
+    max_step_tokens: of the largest step, for the memory map. progress: told the bytes read, from any thread. Raises
+    UnsupportedModel, InvalidWeights, or ValueError for the pool.
     """
     model = open_model(path)
     config = model.config
@@ -84,8 +123,11 @@ def load_runner(
     if not 0 < context <= config.max_positions:
         raise UnsupportedModel(f"served context {context}: the model has 1 to {config.max_positions} positions")
     pool = KvPool.from_buffer(pool_buffer, kv_layout(config, dtype))
-    digest = model_digest(config, weights=digest_files(model.files), dtype=dtype, served_context=context)
-    weights = load_weights(model.source, config, TORCH_DTYPES[dtype])
+    source, weights_digest = model.read(progress=progress)
+    digest = model_digest(config, weights=weights_digest, dtype=dtype, served_context=context)
+    weights = load_weights(source, config, TORCH_DTYPES[dtype])
+    # What has been converted need not stay beside the result.
+    del source
     memory = _memory_map(config, weights, pool, context, max_step_tokens)
     decoder = _decoder(config, weights, pool, context, compiled)
     spec = RunnerSpec(

@@ -3,54 +3,96 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from services.common.artifacts.errors import InvalidArtifact
+from services.common.artifacts.safetensors_header import StoredTensor, read_safetensors_header
 from services.worker.model.errors import InvalidWeights
+from services.worker.model.reading import Extent, WeightFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+}
 
 
-class SafetensorsSource:
-    """A TensorSource over all files of a folder, which stay mapped while it lives."""
+class SafetensorsFolder:
+    """The checked headers of all weight files of a folder; no tensor is read."""
 
     def __init__(self, folder: Path) -> None:
         """Raises InvalidWeights when there is no weight file, one cannot be read, or a name occurs twice."""
-        self.files = weight_files(folder)
-        self._handles: dict[str, Any] = {}
-        for path in self.files:
+        self.stored: dict[str, StoredTensor] = {}
+        self.files: list[WeightFile] = []
+        expected = _index(folder)
+        for path in _weight_files(folder, expected):
             try:
-                handle: Any = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise InvalidWeights(f"{path.name} is not a readable safetensors file: {error}") from error
-            for name in handle.keys():  # noqa: SIM118
-                if name in self._handles:
-                    raise InvalidWeights(f"tensor {name} occurs in two files")
-                self._handles[name] = handle
+                tensors = read_safetensors_header(path)
+            except InvalidArtifact as error:
+                raise InvalidWeights(str(error)) from None
+            for tensor in tensors:
+                if tensor.name in self.stored:
+                    raise InvalidWeights(f"tensor {tensor.name} occurs in two files")
+                self.stored[tensor.name] = tensor
+            self.files.append(WeightFile(path, tuple(Extent(one.name, one.offset, one.size) for one in tensors)))
+            lacking = next(
+                (name for name, file in expected.items() if file == path.name and name not in self.stored), ""
+            )
+            if lacking:
+                raise InvalidWeights(f"{path.name} lacks tensor {lacking}, which {INDEX_FILE} places there")
+
+
+class SafetensorsSource:
+    """A TensorSource over bytes that have been read."""
+
+    def __init__(self, folder: SafetensorsFolder, data: Mapping[str, torch.Tensor]) -> None:
+        """data: uint8 of each tensor, by name."""
+        self._stored = folder.stored
+        self._data = data
 
     def names(self) -> set[str]:
-        return set(self._handles)
+        return set(self._stored)
 
     def read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handles[name].get_tensor(name)
-        return tensor
+        stored = self._stored[name]
+        return self._data[name].view(_DTYPES[stored.dtype]).view(stored.shape)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder, in a fixed order. Raises InvalidWeights."""
-    index = folder / INDEX_FILE
-    if not index.exists():
-        if not (folder / SINGLE_FILE).exists():
-            raise InvalidWeights(f"{folder.name} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-        return [folder / SINGLE_FILE]
+def _index(folder: Path) -> dict[str, str]:
+    """File of each tensor as the index says; empty without one. Raises InvalidWeights."""
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        placed = json.loads((folder / INDEX_FILE).read_bytes())["weight_map"]
+        if not placed or not all(isinstance(file, str) for file in placed.values()):
+            raise ValueError("its weight_map names no files")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise InvalidWeights(f"{INDEX_FILE} cannot be read: {error}") from error
+    return dict(placed)
+
+
+def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
+    """The weight files of a folder, in a fixed order. Raises InvalidWeights."""
+    if not index and not (folder / SINGLE_FILE).exists():
+        raise InvalidWeights(f"{folder.name} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    names = sorted(set(index.values())) or [SINGLE_FILE]
     for name in names:
         if Path(name).name != name or not (folder / name).exists():
             raise InvalidWeights(f"{INDEX_FILE} names {name}, which is not in the folder")

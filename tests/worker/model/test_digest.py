@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from services.worker.model.config import ModelConfig, RopeScaling
-from services.worker.model.digest import digest_files, model_digest
+from services.worker.model.digest import model_digest
 from services.worker.model.load import open_model
+from services.worker.model.reading import WeightFile, read_weights
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +47,21 @@ def test_golden(config: ModelConfig) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    first, second = tmp_path / "a", tmp_path / "b"
-    first.write_bytes(b"one")
-    second.write_bytes(b"two")
-    assert digest_files([first, second]) != digest_files([second, first])
-    assert digest_files([first]) == digest_files([first])
-    before = digest_files([first])
-    first.write_bytes(b"onf")
-    assert digest_files([first]) != before
+    def digest(*names: str) -> bytes:
+        return read_weights([WeightFile(tmp_path / name, ()) for name in names]).digest
+
+    (tmp_path / "a").write_bytes(b"one")
+    (tmp_path / "b").write_bytes(b"two")
+    (tmp_path / "renamed").write_bytes(b"one")
+    assert digest("a", "b") != digest("b", "a")
+    assert digest("a") == digest("renamed")
+    before = digest("a")
+    (tmp_path / "a").write_bytes(b"onf")
+    assert digest("a") != before
+    assert len(before) == 16
+
+
+def test_golden_weights(tmp_path: Path) -> None:
+    """What a replica computes of the same files may not drift between releases either."""
+    (tmp_path / "a").write_bytes(b"one")
+    assert read_weights([WeightFile(tmp_path / "a", ())]).digest.hex() == "f8c18e029e77f26d6c081c8a152efa41"
