@@ -1,20 +1,19 @@
 """ModelConfig from a Hugging Face config.json.
 
 Fields are known to matter, known not to, or unknown. An unknown field that is set to something refuses the model: it
-may change what the model computes.
+may change what the model computes. hf_families.py says which fields matter to which family.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from services.worker.model.config import ModelConfig, RopeConfig, RopeScaling
+from services.worker.model.config import ModelConfig
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
-
-Fields = Mapping[str, Any]
+from services.worker.model.hf_families import FAMILIES, Family, head_dim_of
+from services.worker.model.hf_fields import Fields, boolean, integer, number, shown
+from services.worker.model.hf_rope import extended_positions
 
 _READ = frozenset(
     (
@@ -29,23 +28,15 @@ _READ = frozenset(
         "rope_theta",
         "rope_scaling",
         "rope_parameters",
+        "partial_rotary_factor",
         "max_position_embeddings",
         "tie_word_embeddings",
-        "attention_bias",
         "model_type",
         "architectures",
     )
 )
-# Only this value is implemented; an absent field means the same.
-_REQUIRED: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "pretraining_tp": (1,),
-    "partial_rotary_factor": (1, 1.0),
-    "rope_interleaved": (False,),
-    "mlp_bias": (False,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-}
+# Of no family is anything else implemented; an absent field means the same.
+_ONLY: dict[str, tuple[object, ...]] = {"is_encoder_decoder": (False,), "add_cross_attention": (False,)}
 # Training, special tokens, bookkeeping of tools: nothing that the forward pass depends on.
 _IGNORED = frozenset(
     (
@@ -73,8 +64,13 @@ _IGNORED = frozenset(
         "chunk_size_feed_forward",
         "is_decoder",
         "auto_map",
+        "cache_implementation",
     )
 )
+
+
+# A model that reads images too; its text part is executed as the family on the right.
+_WRAPPERS = {"gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text")}
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
@@ -91,83 +87,64 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
 def parse_hf_config(fields: Fields) -> ModelConfig:
     """The configuration in a parsed config.json. Raises UnsupportedModel."""
-    _refuse_unsupported(fields)
-    heads = _integer(fields, "num_attention_heads")
-    hidden = _integer(fields, "hidden_size")
-    head_dim = _integer(fields, "head_dim", hidden // max(heads, 1))
-    theta, scaling = _rope(fields)
-    bias = bool(fields.get("attention_bias", False))
+    fields = _text_part(fields)
+    family = _family(fields)
+    _refuse_unsupported(fields, family)
+    fields = {**family.defaults, **fields}
+    head_dim = head_dim_of(fields)
+    parts = family.build(fields, head_dim)
     return ModelConfig(
-        architecture="llama",
-        num_layers=_integer(fields, "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=_integer(fields, "num_key_value_heads", heads),
+        architecture=family.architecture,
+        num_layers=integer(fields, "num_hidden_layers"),
+        hidden_size=integer(fields, "hidden_size"),
+        num_heads=integer(fields, "num_attention_heads"),
+        num_kv_heads=integer(fields, "num_key_value_heads", integer(fields, "num_attention_heads")),
         head_dim=head_dim,
-        intermediate_size=_integer(fields, "intermediate_size"),
-        vocab_size=_integer(fields, "vocab_size"),
-        rms_norm_eps=_number(fields, "rms_norm_eps", 1e-6),
-        rope=RopeConfig(theta, head_dim, scaling),
-        max_positions=_integer(fields, "max_position_embeddings", 2048),
-        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        attention_scale=head_dim**-0.5,
-        qkv_bias=bias,
-        output_bias=bias,
+        intermediate_size=integer(fields, "intermediate_size"),
+        vocab_size=integer(fields, "vocab_size"),
+        rms_norm_eps=number(fields, "rms_norm_eps"),
+        max_positions=extended_positions(integer(fields, "max_position_embeddings"), parts["rope"]),
+        tie_embeddings=boolean(fields, "tie_word_embeddings"),
+        **parts,
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    model_type, architectures = fields.get("model_type"), fields.get("architectures") or ["LlamaForCausalLM"]
-    if model_type != "llama" or architectures != ["LlamaForCausalLM"]:
-        raise UnsupportedModel(f"architecture {model_type!r} {architectures}: only LlamaForCausalLM is supported")
+def _text_part(fields: Fields) -> Fields:
+    """The fields of the language model inside a model that reads images too; others as they are."""
+    _refuse_quantised(fields)
+    class_name, model_type = _WRAPPERS.get(str(fields.get("model_type")), (None, None))
+    if class_name is None or fields.get("architectures") != [class_name]:
+        return fields
+    text = fields.get("text_config")
+    if not isinstance(text, dict):
+        raise UnsupportedModel(f"config field text_config = {shown(text)}: an object is needed")
+    tied = {"tie_word_embeddings": fields["tie_word_embeddings"]} if "tie_word_embeddings" in fields else {}
+    return {**tied, **text, "model_type": text.get("model_type", model_type), "architectures": None}
+
+
+def _refuse_quantised(fields: Fields) -> None:
+    quantisation = fields.get("quantization_config") or fields.get("compression_config")
+    if quantisation:
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        raise UnsupportedModel(f"config field quantization_config: {shown(method)} weights are not supported")
+
+
+def _family(fields: Fields) -> Family:
+    model_type, architectures = fields.get("model_type"), fields.get("architectures")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or (architectures or [family.class_name]) != [family.class_name]:
+        known = ", ".join(sorted(family.class_name for family in FAMILIES.values()))
+        raise UnsupportedModel(f"architecture {model_type!r} {architectures}: supported are {known}")
+    return family
+
+
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    only = {**_ONLY, **family.only}
     for name, value in fields.items():
-        if name in _READ or name in _IGNORED or value is None:
+        if name in _READ or name in family.reads or name in _IGNORED or value is None:
             continue
-        if name in _REQUIRED:
-            if value not in _REQUIRED[name]:
-                raise UnsupportedModel(f"config field {name} = {value!r}: only {_REQUIRED[name][0]!r} is supported")
+        if name in only:
+            if value not in only[name]:
+                raise UnsupportedModel(f"config field {name} = {shown(value)}: only {only[name][0]!r} is supported")
         elif value is not False and value != {} and value != []:
-            raise UnsupportedModel(f"config field {name} = {str(value)[:80]!r} is not supported")
-
-
-def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    theta = _number(parameters, "rope_theta", _number(fields, "rope_theta", 10000.0))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    known = {"rope_type", "type", "rope_theta"}
-    scaling = None
-    if kind == "linear":
-        known |= {"factor"}
-        scaling = RopeScaling("linear", factor=_number(parameters, "factor"))
-    elif kind == "llama3":
-        known |= {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-        scaling = RopeScaling(
-            "llama3",
-            factor=_number(parameters, "factor"),
-            low_freq_factor=_number(parameters, "low_freq_factor"),
-            high_freq_factor=_number(parameters, "high_freq_factor"),
-            original_max_positions=_integer(parameters, "original_max_position_embeddings"),
-        )
-    elif kind != "default":
-        raise UnsupportedModel(f"rope scaling {kind!r}: only default, linear and llama3 are supported")
-    for name in sorted(parameters.keys() - known):
-        if parameters[name] is not None and (name, parameters[name]) != ("partial_rotary_factor", 1.0):
-            raise UnsupportedModel(f"rope field {name} = {parameters[name]!r} is not supported")
-    return theta, scaling
-
-
-def _integer(fields: Fields, name: str, default: int | None = None) -> int:
-    value = fields.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UnsupportedModel(f"config field {name} = {value!r}: an integer is needed")
-    return value
-
-
-def _number(fields: Fields, name: str, default: float | None = None) -> float:
-    value = fields.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedModel(f"config field {name} = {value!r}: a number is needed")
-    return float(value)
+            raise UnsupportedModel(f"config field {name} = {shown(value)} is not supported")

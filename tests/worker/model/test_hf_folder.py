@@ -88,13 +88,14 @@ def change_config(folder: Path, **changes: Any) -> None:
         ({"mlp_bias": True}, "mlp_bias"),
         ({"sliding_window": 128}, "sliding_window"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "proportional"),
         ({"rope_parameters": {**LLAMA3, "attention_factor": 2.0}}, "attention_factor"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),
         ({"hidden_size": 60}, "hidden_size = 60"),
         ({"num_key_value_heads": 3}, "num_kv_heads"),
         ({"head_dim": 512}, "head_dim = 512"),
-        ({"rms_norm_eps": None, "vocab_size": 0}, "vocab_size = 0"),
+        ({"vocab_size": 0}, "vocab_size = 0"),
+        ({"rms_norm_eps": None}, "rms_norm_eps = None"),
     ],
 )
 def test_unsupported_config(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

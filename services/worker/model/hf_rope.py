@@ -1,0 +1,181 @@
+"""The rotary embedding in a config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+
+What a scaling needs and what it may have are known for each type; any other parameter that is set refuses the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from services.worker.model.config import RopeConfig, RopeScaling
+from services.worker.model.errors import UnsupportedModel
+from services.worker.model.hf_fields import Fields, boolean, integer, number, numbers, shown
+
+DEFAULT_THETA = 10000.0
+_ALWAYS_KNOWN = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
+# Layer types of transformers 5, where each may have its own rotary embedding.
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def parse_rope(fields: Fields, head_dim: int, parameters: Fields | None = None) -> RopeConfig:
+    """The rotary embedding of all layers, or the one that `parameters` describe. Raises UnsupportedModel."""
+    if parameters is None:
+        parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = number(parameters, "rope_theta", number(fields, "rope_theta", DEFAULT_THETA))
+    partial = number(parameters, "partial_rotary_factor", number(fields, "partial_rotary_factor", 1.0))
+    return RopeConfig(theta, int(head_dim * partial), _scaling(fields, parameters))
+
+
+def extended_positions(max_positions: int, rope: RopeConfig) -> int:
+    """How far a model reaches: yarn and dynamic scaling stretch the length that config.json states."""
+    scaling = rope.scaling
+    if scaling is None or scaling.kind not in ("yarn", "dynamic"):
+        return max_positions
+    return max(max_positions, int(scaling.original_max_positions * scaling.factor))
+
+
+def _scaling(fields: Fields, parameters: Fields) -> RopeScaling | None:
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        known, scaling = frozenset[str](), None
+    elif isinstance(kind, str) and kind in _SCALINGS:
+        known, parse = _SCALINGS[kind]
+        scaling = parse(fields, parameters)
+    else:
+        raise UnsupportedModel(f"rope scaling {shown(kind)}: only default, {', '.join(_SCALINGS)} are supported")
+    for name in sorted(parameters.keys() - known - _ALWAYS_KNOWN):
+        if parameters[name] is not None:
+            raise UnsupportedModel(f"rope field {name} = {shown(parameters[name])} is not supported with {kind}")
+    return scaling
+
+
+def _linear(fields: Fields, parameters: Fields) -> RopeScaling:
+    return RopeScaling("linear", factor=number(parameters, "factor"))
+
+
+def _dynamic(fields: Fields, parameters: Fields) -> RopeScaling:
+    length = integer(fields, "max_position_embeddings")
+    return RopeScaling("dynamic", factor=number(parameters, "factor"), original_max_positions=length)
+
+
+def _llama3(fields: Fields, parameters: Fields) -> RopeScaling:
+    scaling = RopeScaling(
+        "llama3",
+        factor=number(parameters, "factor"),
+        low_freq_factor=number(parameters, "low_freq_factor"),
+        high_freq_factor=number(parameters, "high_freq_factor"),
+        original_max_positions=integer(parameters, "original_max_position_embeddings"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise UnsupportedModel(f"rope field high_freq_factor = {scaling.high_freq_factor}: not over low_freq_factor")
+    return scaling
+
+
+def _yarn(fields: Fields, parameters: Fields) -> RopeScaling:
+    original = _original_length(fields, parameters)
+    factor = number(parameters, "factor", integer(fields, "max_position_embeddings", original) / original)
+    return RopeScaling(
+        "yarn",
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=number(parameters, "beta_fast", 32.0),
+        beta_slow=number(parameters, "beta_slow", 1.0),
+        attention_factor=number(parameters, "attention_factor", _yarn_attention(parameters, factor)),
+        truncate=boolean(parameters, "truncate", True),
+    )
+
+
+def _yarn_attention(parameters: Fields, factor: float) -> float:
+    """The temperature of the attention (Peng et al., 2023), which here multiplies cosine and sine."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+    numerator, denominator = number(parameters, "mscale", 0.0), number(parameters, "mscale_all_dim", 0.0)
+    return scale(numerator) / scale(denominator) if numerator and denominator else scale(1.0)
+
+
+def _longrope(fields: Fields, parameters: Fields) -> RopeScaling:
+    original = _original_length(fields, parameters)
+    factor = number(parameters, "factor", integer(fields, "max_position_embeddings", original) / original)
+    return RopeScaling(
+        "longrope",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=number(parameters, "attention_factor", longrope_attention(factor, original)),
+        frequency_divisors=numbers(parameters, "long_factor"),
+        short_divisors=numbers(parameters, "short_factor"),
+    )
+
+
+def longrope_attention(factor: float, original: int) -> float:
+    """What multiplies cosine and sine (Ding et al., 2024), whichever divisors are in use."""
+    return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
+
+
+def _original_length(fields: Fields, parameters: Fields) -> int:
+    """Phi-3 states it outside of the rotary parameters; that one counts."""
+    stated = parameters.get("original_max_position_embeddings") or fields.get("max_position_embeddings")
+    return integer(fields, "original_max_position_embeddings", stated)
+
+
+_SCALINGS: dict[str, tuple[frozenset[str], Callable[[Fields, Fields], RopeScaling]]] = {
+    "linear": (frozenset(("factor",)), _linear),
+    "dynamic": (frozenset(("factor",)), _dynamic),
+    "llama3": (
+        frozenset(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+        _llama3,
+    ),
+    "yarn": (
+        frozenset(
+            (
+                "factor",
+                "original_max_position_embeddings",
+                "beta_fast",
+                "beta_slow",
+                "attention_factor",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+                "finetuned",
+            )
+        ),
+        _yarn,
+    ),
+    "longrope": (
+        frozenset(("factor", "original_max_position_embeddings", "attention_factor", "long_factor", "short_factor")),
+        _longrope,
+    ),
+}
+
+
+def phi3_rope(fields: Fields, head_dim: int) -> RopeConfig:
+    """Phi-3 names its only scaling longrope, and named it su or yarn before."""
+    parameters = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    kind = parameters.pop("type", None) or parameters.get("rope_type")
+    parameters["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+    return parse_rope(fields, head_dim, parameters)
+
+
+def gemma3_ropes(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers that see everything, and of those with a window."""
+    nested = fields.get("rope_parameters") or {}
+    if FULL in nested or SLIDING in nested:
+        for name in sorted(nested.keys() - {FULL, SLIDING}):
+            raise UnsupportedModel(f"rope field {name} = {shown(nested[name])} is not supported")
+        full = {"rope_theta": 1e6, **(nested.get(FULL) or {})}
+        local = {"rope_theta": 1e4, **(nested.get(SLIDING) or {})}
+        return parse_rope(fields, head_dim, full), parse_rope(fields, head_dim, local)
+    full = {"rope_theta": number(fields, "rope_theta", 1e6), **(nested or fields.get("rope_scaling") or {})}
+    local_theta = number(fields, "rope_local_base_freq", 1e4)
+    return parse_rope(fields, head_dim, full), parse_rope(fields, head_dim, {"rope_theta": local_theta})
+
+
+def whole_heads(rope: RopeConfig, head_dim: int) -> RopeConfig:
+    """The same, of a family whose heads always turn as a whole. Raises UnsupportedModel."""
+    if rope.rotary_dim != head_dim:
+        raise UnsupportedModel(
+            f"config field partial_rotary_factor = {rope.rotary_dim / head_dim}: only 1.0 is supported"
+        )
+    return rope
