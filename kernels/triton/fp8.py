@@ -1,0 +1,31 @@
+"""FP8 e4m3 as bytes, in arithmetic that every device has (the type itself needs compute capability 8.9)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def from_e4m3(bits: tl.tensor) -> tl.tensor:
+    """float32 of e4m3 bytes: sign, exponent and mantissa moved to their places, the exponent's bias then corrected.
+
+    The two bytes that are no number, 0x7f and 0xff, become 480.
+    """
+    wide = bits.to(tl.int32)
+    fields = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+    return fields.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** (127 - 7)
+
+
+@triton.jit
+def to_e4m3(x: tl.tensor) -> tl.tensor:
+    """uint8, the e4m3 byte nearest to float32 x (ties to even), at most 448 in size. x is finite."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(x), 448.0)
+    raised = size.to(tl.int32, bitcast=True)
+    # Round the mantissa to 3 bits, then the bias from 127 to 7; a carry moves into the exponent as it should.
+    normal = ((raised + 0x7FFFF + ((raised >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2 ** -6 steps are 2 ** -9; adding 1.5 * 2 ** 23 rounds to an integer, and 8 of them are the least normal.
+    small = ((size * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    coded = tl.where(size < 0.015625, small, normal)
+    return (coded | ((bits >> 24) & 0x80)).to(tl.uint8)
