@@ -12,6 +12,7 @@ from services.cli.commands.chat import chat
 from services.cli.commands.ctl import ctl
 from services.cli.commands.doctor import doctor
 from services.cli.commands.kv import kv
+from services.cli.commands.models import models
 from services.cli.commands.ps import logs, ps
 from services.cli.commands.up import down, up
 from services.cli.errors import CliError
@@ -32,6 +33,7 @@ app.command()(chat)
 app.command()(doctor)
 ctl.add_typer(kv, name="kv")
 app.add_typer(ctl, name="ctl")
+app.add_typer(models, name="models")
 for command in (service.bench, service.gateway, service.router, service.kvstore, service.worker):
     app.command(context_settings=service.PASS_THROUGH)(command)
 

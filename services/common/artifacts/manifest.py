@@ -187,7 +187,7 @@ def file_size(path: Path) -> int:
 
 
 def _check_entry(manifest: str, name: str, entry: FileEntry) -> None:
-    if not name or Path(name).name != name or name.startswith(".") or "\0" in name:
+    if not name or Path(name).name != name or name.startswith(".") or name.endswith(MANIFEST_NAME) or "\0" in name:
         raise InvalidArtifact(f"{manifest}: {name!r} is no file name")
     if entry.size < 0 or len(entry.chunks) != num_chunks(entry.size):
         raise InvalidArtifact(f"{manifest}: {name}: {len(entry.chunks)} chunks do not make {entry.size} bytes")

@@ -98,6 +98,8 @@ def test_broken_manifests(folder: Path) -> None:
         ({"format": 1}, "chunk_bytes"),
         (with_file("../config.json"), "no file name"),
         (with_file("/etc/passwd"), "no file name"),
+        (with_file(".kvmesh-entry.json"), "no file name"),
+        (with_file("kvmesh-manifest.json"), "no file name"),
         (with_file("config.json", size=-1), "do not make -1 bytes"),
         (with_file("config.json", size=CHUNK_BYTES + 1), "1 chunks do not make"),
         (with_file("config.json", chunks=["zz"]), "no digest"),
