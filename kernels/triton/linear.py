@@ -1,0 +1,388 @@
+"""Linear layers on tensor cores: weights of 16 (or 32) bits, INT8 and INT4 by one kernel, sums in float32.
+
+Quantised weights meet the activations as the whole numbers they are, which the activations' dtype holds exactly; each
+group's partial sum is then scaled (kernels/quantised_linear.py has the format and the specification).
+
+A few rows are bound by reading the weights: narrow tiles, and the sum over k split between programs where the outputs
+alone would not fill the device; the parts are added in a fixed order by a second kernel. **Exact**: one tile shape
+whatever the number of rows and no split, so that a row's sum is always the same sequence of operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.dot import INTERPRETED, dot
+from kernels.triton.registry import KernelConfig, pointer
+
+# Programs that keep an H100-sized device (132 processors) busy; more splits than this buy nothing.
+_FULL_DEVICE = 264
+_MAX_SPLITS = 8
+_MIN_SPLIT_TILES = 8
+_SUM_BLOCK = 1024
+# Tiles of rows that share a stripe of weight tiles, for the second-level cache.
+_STRIPE = 8
+DECODE_ROWS = 16
+MIDDLE_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows, outputs and inner length of one program's step, and its launch options."""
+
+    rows: int
+    outputs: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+# By format of the weight: bits, and "g" where groups along k are scaled (a second accumulator). Chosen by what the
+# compiler reports (no spills, shared memory; kernels/triton/compile prints them) and by the bytes in flight.
+DECODE = {
+    "16": Tile(16, 32, 128, 4, 5),
+    "8": Tile(16, 32, 128, 4, 5),
+    "8g": Tile(16, 32, 128, 4, 5),
+    "4": Tile(16, 32, 128, 4, 5),
+    "4g": Tile(16, 32, 128, 4, 5),
+}
+MIDDLE = {
+    "16": Tile(64, 64, 128, 4, 4),
+    "8": Tile(64, 64, 128, 4, 4),
+    "8g": Tile(64, 64, 128, 8, 4),
+    "4": Tile(64, 64, 128, 8, 4),
+    "4g": Tile(64, 64, 64, 8, 5),
+}
+PREFILL = {
+    "16": Tile(128, 128, 64, 8, 3),
+    "8": Tile(128, 128, 64, 8, 3),
+    "8g": Tile(128, 64, 64, 8, 3),
+    "4": Tile(128, 128, 64, 8, 3),
+    "4g": Tile(128, 64, 64, 8, 3),
+}
+EXACT = {
+    "16": Tile(64, 64, 64, 8, 4),
+    "8": Tile(32, 64, 128, 4, 4),
+    "8g": Tile(32, 64, 128, 4, 4),
+    "4": Tile(32, 64, 128, 4, 4),
+    "4g": Tile(32, 64, 128, 4, 4),
+}
+_MAX_STAGES = 6
+# A group shorter than this is scaled inside the tile, each weight rounded to the activations' dtype.
+_MIN_INNER = 64
+
+
+# What follows from the number of rows is no reason to compile again.
+@triton.jit(do_not_specialize=("rows", "split_tiles"))
+def linear_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    split_stride: tl.tensor,
+    split_tiles: tl.tensor,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIPE: tl.constexpr,
+) -> None:
+    row_tile, column_tile = _swizzle(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N), STRIPE)
+    split = tl.program_id(1)
+    row = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = column_tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows, in_columns = row[:, None] < rows, column[None, :] < n
+    if BITS == 4:
+        byte = tl.arange(0, BLOCK_K // 2)
+        inner = byte // 16 * 32 + byte % 16
+        weight_row = k // 2
+    else:
+        byte = tl.arange(0, BLOCK_K)
+        inner = byte
+        weight_row = k
+    x_tile = x_ptr + row[:, None] * x_stride + inner[None, :]
+    weight_tile = weight_ptr + column[None, :] * weight_row + byte[:, None]
+    IN_TILE: tl.constexpr = GROUP > 0 and GROUP < BLOCK_K
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    x_sum = tl.zeros((BLOCK_M,), tl.float32)
+    first = split * split_tiles
+    for tile in range(first, tl.minimum(first + split_tiles, tl.cdiv(k, BLOCK_K))):
+        start = tile * BLOCK_K
+        in_k = inner + start < k
+        x_mask = in_rows if EVEN_K else in_rows & in_k[None, :]
+        weight_mask = in_columns if EVEN_K else in_columns & in_k[:, None]
+        x = tl.load(x_tile + start, mask=x_mask, other=0.0)
+        weight = tl.load(weight_tile + (start // 2 if BITS == 4 else start), mask=weight_mask, other=0)
+        part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) if GROUP >= BLOCK_K else total
+        if BITS == 4:
+            low = (weight & 15).to(tl.int8) - 8
+            high = (weight >> 4).to(tl.int8) - 8
+            if IN_TILE:
+                low, high = (
+                    _scale(low, scale_ptr, zero_ptr, column, start, n, k, GROUP, 2),
+                    _scale(high, scale_ptr, zero_ptr, column, start, n, k, GROUP, 2),
+                )
+            x_high = tl.load(x_tile + start + 16, mask=x_mask, other=0.0)
+            part = dot(x, _converted(low, x.dtype), part)
+            part = dot(x_high, _converted(high, x.dtype), part)
+        else:
+            if IN_TILE:
+                weight = _scale(weight, scale_ptr, zero_ptr, column, start, n, k, GROUP, 1)
+            part = dot(x, _converted(weight, x.dtype), part)
+        if zero_ptr is not None and not IN_TILE:
+            x_sum += tl.sum(x.to(tl.float32), 1)
+            if BITS == 4:
+                x_sum += tl.sum(x_high.to(tl.float32), 1)
+        if GROUP >= BLOCK_K:
+            place = column * (k // GROUP) + start // GROUP
+            if zero_ptr is not None:
+                part -= x_sum[:, None] * tl.load(zero_ptr + place, mask=column < n, other=0.0)[None, :]
+                x_sum = tl.zeros((BLOCK_M,), tl.float32)
+            total += part * tl.load(scale_ptr + place, mask=column < n, other=0.0)[None, :]
+        else:
+            total = part
+    if GROUP == 0 and scale_ptr is not None:
+        if zero_ptr is not None:
+            total -= x_sum[:, None] * tl.load(zero_ptr + column, mask=column < n, other=0.0)[None, :]
+        total *= tl.load(scale_ptr + column, mask=column < n, other=0.0)[None, :]
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+    target = out_ptr + split.to(tl.int64) * split_stride + row[:, None] * out_stride + column[None, :]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=in_rows & in_columns)
+
+
+@triton.jit
+def _converted(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Values in the activations' dtype; the interpreter cannot turn integers into bfloat16."""
+    return values.to(tl.float32).to(dtype) if INTERPRETED else values.to(dtype)
+
+
+@triton.jit
+def _scale(
+    values: tl.tensor,
+    scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    column: tl.tensor,
+    start: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    GROUP: tl.constexpr,
+    PER_BYTE: tl.constexpr,
+) -> tl.tensor:
+    """Values of one weight tile, times their groups' scales: several groups of one tile."""
+    LENGTH: tl.constexpr = values.shape[0]
+    WIDTH: tl.constexpr = values.shape[1]
+    COUNT: tl.constexpr = LENGTH * PER_BYTE // GROUP
+    group = start // GROUP + tl.arange(0, COUNT)
+    place = column[None, :] * (k // GROUP) + group[:, None]
+    mask = (column[None, :] < n) & (group[:, None] < k // GROUP)
+    grouped = tl.reshape(values.to(tl.float32), (COUNT, LENGTH // COUNT, WIDTH))
+    if zero_ptr is not None:
+        grouped -= tl.load(zero_ptr + place, mask=mask, other=0.0)[:, None, :]
+    grouped *= tl.load(scale_ptr + place, mask=mask, other=0.0)[:, None, :]
+    return tl.reshape(grouped, (LENGTH, WIDTH))
+
+
+@triton.jit
+def _swizzle(program: tl.tensor, row_tiles: tl.tensor, column_tiles: tl.tensor, STRIPE: tl.constexpr) -> tl.tensor:
+    """Programs in stripes of STRIPE row tiles, all columns of a stripe before the next."""
+    stripe = program // (STRIPE * column_tiles)
+    height = tl.minimum(row_tiles - stripe * STRIPE, STRIPE)
+    within = program % (STRIPE * column_tiles)
+    return stripe * STRIPE + within % height, within // height
+
+
+@triton.jit
+def sum_splits_kernel(
+    part_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    n: tl.tensor,
+    out_stride: tl.tensor,
+    split_stride: tl.tensor,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(part_ptr + split * split_stride + row * n + column, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * out_stride + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A weight [n, k] as the kernel takes it. group 0: one scale for each output, or none at all."""
+
+    values: torch.Tensor
+    n: int
+    k: int
+    bits: int
+    group: int = 0
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    exact: bool,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [T, k] times weight [n, k] transposed plus bias [n], as kernels.linear.linear, in `dtype` or into `out` [T, n].
+
+    x and weight share a dtype; rows of x and of out may lie apart.
+    """
+    n, k = weight.shape
+    return multiply(x, Operand(weight, n, k, 16), bias, exact=exact, dtype=dtype, out=out)
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: Operand,
+    bias: torch.Tensor | None,
+    *,
+    exact: bool,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch the kernels for x [T, k] and a weight in any of the formats."""
+    rows, k = x.shape
+    if k != weight.k or x.stride(1) != 1 or not weight.values.is_contiguous():
+        raise ValueError(f"x {tuple(x.shape)} and weight {weight.n, weight.k}: contiguous rows of one length each")
+    if out is None:
+        out = torch.empty(rows, weight.n, dtype=dtype, device=x.device)
+    if not rows:
+        return out
+    tile, splits = choose(rows, weight, exact=exact)
+    if splits == 1:
+        _launch(x, weight, bias, out, tile, 1)
+        return out
+    parts = torch.empty(splits, rows, weight.n, dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, parts, tile, splits)
+    sum_splits_kernel[(rows, triton.cdiv(weight.n, _SUM_BLOCK))](
+        parts, bias, out, weight.n, out.stride(0), parts.stride(0), SPLITS=splits, BLOCK=_SUM_BLOCK
+    )
+    return out
+
+
+def choose(rows: int, weight: Operand, *, exact: bool) -> tuple[Tile, int]:
+    """The tile and the number of splits; in exact mode neither depends on the number of rows."""
+    if exact:
+        return fitted(EXACT, weight.bits, weight.group), 1
+    if rows > DECODE_ROWS:
+        return fitted(MIDDLE if rows <= MIDDLE_ROWS else PREFILL, weight.bits, weight.group), 1
+    tile = fitted(DECODE, weight.bits, weight.group)
+    programs = triton.cdiv(weight.n, tile.outputs)
+    wanted = min(_FULL_DEVICE // programs, triton.cdiv(weight.k, tile.inner) // _MIN_SPLIT_TILES, _MAX_SPLITS)
+    return tile, 1 << max(wanted.bit_length() - 1, 0)
+
+
+def fitted(table: dict[str, Tile], bits: int, group: int) -> Tile:
+    """The format's tile, its inner length made to divide a group or to be divided by one."""
+    tile = table[f"{bits}g" if group else str(bits)]
+    power = group & -group
+    if not group or (power < _MIN_INNER and group == power):
+        return tile
+    if power < (32 if bits == 4 else 16):
+        raise ValueError(f"groups of {group} values: not a multiple of 16 (INT4: 32)")
+    inner = min(tile.inner, power)
+    return replace(tile, inner=inner, num_stages=min(tile.num_stages * tile.inner // inner, _MAX_STAGES))
+
+
+def _launch(
+    x: torch.Tensor, weight: Operand, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile, splits: int
+) -> None:
+    rows = len(x)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.n, tile.outputs), splits)
+    linear_kernel[grid](
+        x,
+        weight.values,
+        weight.scales,
+        weight.zeros,
+        bias,
+        out,
+        rows,
+        weight.n,
+        weight.k,
+        x.stride(0),
+        out.stride(-2),
+        out.stride(0) if splits > 1 else 0,
+        triton.cdiv(triton.cdiv(weight.k, tile.inner), splits),
+        **_constants(weight.bits, weight.group, weight.k, tile),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _constants(bits: int, group: int, k: int, tile: Tile) -> dict[str, object]:
+    return {
+        "BITS": bits,
+        "GROUP": group,
+        "EVEN_K": k % tile.inner == 0,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.outputs,
+        "BLOCK_K": tile.inner,
+        "STRIPE": _STRIPE,
+    }
+
+
+def shipped(name: str, table: dict[str, Tile], bits: int, *, group: int = 0, zeros: bool = False) -> KernelConfig:
+    """The form for BF16 activations and a k that is a multiple of the tile's."""
+    tile = fitted(table, bits, group)
+    values = {4: torch.uint8, 8: torch.int8, 16: torch.bfloat16}[bits]
+    signature = {
+        "x_ptr": pointer(torch.bfloat16),
+        "weight_ptr": pointer(values),
+        "out_ptr": pointer(torch.float32),
+        **dict.fromkeys(("rows", "n", "k", "x_stride", "out_stride", "split_stride", "split_tiles"), "i32"),
+    }
+    constants = _constants(bits, group, tile.inner, tile) | {"bias_ptr": None}
+    for argument, given in (("scale_ptr", bits < 16), ("zero_ptr", zeros)):
+        if given:
+            signature[argument] = pointer(torch.float32)
+        else:
+            constants[argument] = None
+    aligned = (*(n for n in signature if n.endswith("_ptr")), "n", "k", "x_stride", "out_stride", "split_stride")
+    return KernelConfig(
+        name, linear_kernel, signature, constants, aligned, num_warps=tile.num_warps, num_stages=tile.num_stages
+    )
+
+
+SHIPPED = [
+    *(
+        shipped(f"linear-{name}-bf16", table, 16)
+        for name, table in (("decode", DECODE), ("middle", MIDDLE), ("prefill", PREFILL), ("exact", EXACT))
+    ),
+    KernelConfig(
+        "linear-sum-4",
+        sum_splits_kernel,
+        {
+            "part_ptr": pointer(torch.float32),
+            "out_ptr": pointer(torch.float32),
+            **dict.fromkeys(("n", "out_stride", "split_stride"), "i32"),
+        },
+        {"bias_ptr": None, "SPLITS": 4, "BLOCK": _SUM_BLOCK},
+        ("part_ptr", "out_ptr", "n", "out_stride", "split_stride"),
+    ),
+]
