@@ -1,15 +1,23 @@
-"""ModelConfig from GGUF metadata of the `llama` architecture."""
+"""ModelConfig from GGUF metadata, with what llama.cpp takes for granted where the file is silent.
+
+GGUF names fewer things than config.json: Gemma's attention scale follows from its size, the pattern of its windows from
+its architecture, a mixture's shares are always made to sum to one. Fields that are neither read nor known to be without
+influence refuse the model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from services.worker.model.config import ModelConfig, RopeConfig, RopeScaling
+from services.worker.model.config import ModelConfig, MoeConfig, RopeConfig
 from services.worker.model.errors import UnsupportedModel
+from services.worker.model.gguf_fields import GgufFields
 from services.worker.model.gguf_file import GgufFile
+from services.worker.model.rope import extended_positions
 
-ROPE_FACTORS = "rope_freqs.weight"
-_PREFIX = "llama."
+Parts = dict[str, Any]
 _READ = frozenset(
     (
         "block_count",
@@ -25,74 +33,178 @@ _READ = frozenset(
         "rope.dimension_count",
         "rope.scaling.type",
         "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_ext_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
         "vocab_size",
     )
 )
-# Written beside a linear scaling or by older converters; no influence on the result.
-_IGNORED = frozenset(("rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout"))
+# Written by older converters, or of a scaling that is not in use: no influence on the result.
+_IGNORED = frozenset(("rope.scaling.finetuned", "tensor_data_layout"))
+_MOE = frozenset(
+    ("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_weights_norm", "expert_gating_func")
+)
+_WINDOWS = frozenset(("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"))
+_SOFTCAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
+_SOFTMAX_GATING = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """name: as Hugging Face folders of the family have it here. build: fields and head_dim to parts of ModelConfig."""
+
+    name: str
+    build: Callable[[GgufFields, int], Parts]
+    reads: frozenset[str] = frozenset()
 
 
 def parse_gguf_config(file: GgufFile) -> ModelConfig:
     """The configuration of a GGUF model. Raises UnsupportedModel naming what cannot be executed."""
-    architecture = file.metadata.get("general.architecture")
-    if architecture != "llama":
-        raise UnsupportedModel(f"architecture {architecture!r}: only llama is supported in GGUF files")
-    fields = {name[len(_PREFIX) :]: value for name, value in file.metadata.items() if name.startswith(_PREFIX)}
-    for name in sorted(fields.keys() - _READ - _IGNORED):
-        if fields[name]:
-            raise UnsupportedModel(f"GGUF field {_PREFIX}{name} = {fields[name]!r} is not supported")
-    heads, hidden = _integer(fields, "attention.head_count"), _integer(fields, "embedding_length")
-    head_dim = _integer(fields, "attention.key_length", hidden // max(heads, 1))
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if _integer(fields, name, head_dim) != head_dim:
-            raise UnsupportedModel(
-                f"GGUF field {_PREFIX}{name} = {fields[name]}: only head_dim {head_dim} is supported"
-            )
+    stated = file.metadata.get("general.architecture")
+    architecture = _ARCHITECTURES.get(stated) if isinstance(stated, str) else None
+    if architecture is None:
+        raise UnsupportedModel(f"architecture {stated!r}: of GGUF files {', '.join(_ARCHITECTURES)} are supported")
+    fields = GgufFields(file, str(stated))
+    fields.refuse_unknown(_READ | _IGNORED | architecture.reads)
+    heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
+    head_dim = fields.integer("attention.key_length", hidden // max(heads, 1))
+    value_dim = fields.integer("attention.value_length", head_dim)
+    if value_dim != head_dim:
+        raise UnsupportedModel(
+            f"GGUF field {fields.prefix}attention.value_length = {value_dim}: only {head_dim} is supported"
+        )
+    parts = {"rope": fields.rope(head_dim), "attention_scale": head_dim**-0.5, **architecture.build(fields, head_dim)}
     return ModelConfig(
-        architecture="llama",
-        num_layers=_integer(fields, "block_count"),
+        architecture=architecture.name,
+        num_layers=fields.integer("block_count"),
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=_integer(fields, "attention.head_count_kv", heads),
+        num_kv_heads=fields.integer("attention.head_count_kv", heads),
         head_dim=head_dim,
-        intermediate_size=_integer(fields, "feed_forward_length"),
-        vocab_size=_vocab_size(file, fields),
-        rms_norm_eps=_decimal(float(fields.get("attention.layer_norm_rms_epsilon", 1e-5))),
-        rope=RopeConfig(float(fields.get("rope.freq_base", 10000.0)), head_dim, _rope_scaling(file, fields)),
-        max_positions=_integer(fields, "context_length"),
+        intermediate_size=fields.integer("feed_forward_length"),
+        vocab_size=_vocab_size(fields),
+        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-5),
+        max_positions=extended_positions(fields.integer("context_length"), parts["rope"]),
         tie_embeddings="output.weight" not in file.tensors,
-        attention_scale=head_dim**-0.5,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
+        **parts,
     )
 
 
-def _rope_scaling(file: GgufFile, fields: dict[str, Any]) -> RopeScaling | None:
-    kind = fields.get("rope.scaling.type", "none")
-    if ROPE_FACTORS in file.tensors:
-        if kind != "none":
-            raise UnsupportedModel(f"rope scaling {kind!r} together with {ROPE_FACTORS} is not supported")
-        divisors = file.tensors[ROPE_FACTORS].dequantise().ravel()
-        return RopeScaling("factors", frequency_divisors=tuple(float(value) for value in divisors))
-    if kind == "none":
-        return None
-    if kind != "linear":
-        raise UnsupportedModel(f"rope scaling {kind!r}: only none and linear are supported in GGUF files")
-    return RopeScaling("linear", factor=float(fields["rope.scaling.factor"]))
+def _vocab_size(fields: GgufFields) -> int:
+    embedding = fields.file.tensors.get("token_embd.weight")
+    return embedding.shape[0] if embedding else fields.integer("vocab_size")
 
 
-def _vocab_size(file: GgufFile, fields: dict[str, Any]) -> int:
-    embedding = file.tensors.get("token_embd.weight")
-    return embedding.shape[0] if embedding else _integer(fields, "vocab_size")
+def _whole_heads(fields: GgufFields, head_dim: int) -> None:
+    rotary_dim = fields.integer("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        raise UnsupportedModel(
+            f"GGUF field {fields.prefix}rope.dimension_count = {rotary_dim}: only {head_dim} is supported"
+        )
 
 
-def _decimal(value: float) -> float:
-    """GGUF stores float32; the shortest decimal with that value is what its author wrote."""
-    return float(f"{value:.6g}")
+def _llama(fields: GgufFields, head_dim: int) -> Parts:
+    _whole_heads(fields, head_dim)
+    return _moe(fields) if fields.values.get("expert_count") else {}
 
 
-def _integer(fields: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = fields.get(name, default)
-    if not isinstance(value, int):
-        raise UnsupportedModel(f"GGUF field {_PREFIX}{name} = {value!r}: an integer is needed")
-    return value
+def _qwen2(fields: GgufFields, head_dim: int) -> Parts:
+    _whole_heads(fields, head_dim)
+    return {}
+
+
+def _qwen3(fields: GgufFields, head_dim: int) -> Parts:
+    _whole_heads(fields, head_dim)
+    return {"qk_norm": True}
+
+
+def _qwen3_moe(fields: GgufFields, head_dim: int) -> Parts:
+    _whole_heads(fields, head_dim)
+    return {"qk_norm": True, **_moe(fields)}
+
+
+def _moe(fields: GgufFields) -> Parts:
+    gating = fields.integer("expert_gating_func", _SOFTMAX_GATING)
+    if gating != _SOFTMAX_GATING:
+        raise UnsupportedModel(f"GGUF field {fields.prefix}expert_gating_func = {gating}: only softmax is supported")
+    layers = range(fields.integer("block_count"))
+    return {
+        "moe": MoeConfig(
+            num_experts=fields.integer("expert_count"),
+            experts_per_token=fields.integer("expert_used_count"),
+            intermediate_size=fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length")),
+            renormalise=bool(fields.values.get("expert_weights_norm", True)),
+            sparse=tuple(f"blk.{layer}.ffn_gate_inp.weight" in fields.file.tensors for layer in layers),
+        )
+    }
+
+
+def _phi3(fields: GgufFields, head_dim: int) -> Parts:
+    window = fields.integer("attention.sliding_window", 0)
+    return {"windows": (window,) * fields.integer("block_count")} if window else {}
+
+
+def _gemma2(fields: GgufFields, head_dim: int) -> Parts:
+    return {
+        **_gemma(fields, head_dim, big=46),
+        **_windows(fields, period=2, window=4096, local=None),
+        "attention_softcap": fields.number("attn_logit_softcapping", 50.0),
+        "logit_softcap": fields.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(fields: GgufFields, head_dim: int) -> Parts:
+    local = RopeConfig(fields.number("rope.freq_base_swa", 1e4), head_dim)
+    return {
+        **_gemma(fields, head_dim, big=62),
+        **_windows(fields, period=6, window=0, local=local),
+        "logit_softcap": fields.number("final_logit_softcapping", 0.0),
+        "qk_norm": True,
+    }
+
+
+def _gemma(fields: GgufFields, head_dim: int, big: int) -> Parts:
+    """big: layers of the largest model, which scales scores by the hidden size of a head instead of head_dim."""
+    _whole_heads(fields, head_dim)
+    hidden = fields.integer("embedding_length")
+    is_big = fields.integer("block_count") == big
+    return {
+        "attention_scale": (hidden // fields.integer("attention.head_count") if is_big else head_dim) ** -0.5,
+        "activation": "gelu_tanh",
+        "post_norms": True,
+        "embedding_scale": hidden**0.5,
+    }
+
+
+def _windows(fields: GgufFields, *, period: int, window: int, local: RopeConfig | None) -> Parts:
+    """Every `period`th layer sees all, the others the latest `window`; unless the file says otherwise."""
+    layers, window = fields.integer("block_count"), fields.integer("attention.sliding_window", window)
+    pattern = fields.values.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, int) and pattern > 0:
+        slides = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    elif isinstance(pattern, list) and len(pattern) == layers:
+        slides = [bool(value) for value in pattern]
+    else:
+        raise UnsupportedModel(
+            f"GGUF field {fields.prefix}attention.sliding_window_pattern = {pattern!r} is not supported"
+        )
+    if not window or not any(slides):
+        return {}
+    return {"windows": tuple(window if slide else 0 for slide in slides), "rope_local": local}
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture("llama", _llama, _MOE),
+    "qwen2": _Architecture("qwen2", _qwen2),
+    "qwen3": _Architecture("qwen3", _qwen3),
+    "qwen3moe": _Architecture("qwen3_moe", _qwen3_moe, _MOE),
+    "phi3": _Architecture("phi3", _phi3, frozenset(("attention.sliding_window",))),
+    "gemma2": _Architecture(
+        "gemma2", _gemma2, frozenset(("attention.sliding_window", "attention.sliding_window_pattern")) | _SOFTCAPS
+    ),
+    "gemma3": _Architecture("gemma3", _gemma3, _WINDOWS | {"final_logit_softcapping"}),
+}

@@ -13,7 +13,7 @@ from services.worker.model.config import ModelConfig
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
 from services.worker.model.hf_families import FAMILIES, Family, head_dim_of
 from services.worker.model.hf_fields import Fields, boolean, integer, number, shown
-from services.worker.model.hf_rope import extended_positions
+from services.worker.model.rope import extended_positions
 
 _READ = frozenset(
     (

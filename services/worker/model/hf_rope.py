@@ -5,12 +5,12 @@ What a scaling needs and what it may have are known for each type; any other par
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from services.worker.model.config import RopeConfig, RopeScaling
 from services.worker.model.errors import UnsupportedModel
 from services.worker.model.hf_fields import Fields, boolean, integer, number, numbers, shown
+from services.worker.model.rope import longrope_attention, yarn_attention
 
 DEFAULT_THETA = 10000.0
 _ALWAYS_KNOWN = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
@@ -25,14 +25,6 @@ def parse_rope(fields: Fields, head_dim: int, parameters: Fields | None = None) 
     theta = number(parameters, "rope_theta", number(fields, "rope_theta", DEFAULT_THETA))
     partial = number(parameters, "partial_rotary_factor", number(fields, "partial_rotary_factor", 1.0))
     return RopeConfig(theta, int(head_dim * partial), _scaling(fields, parameters))
-
-
-def extended_positions(max_positions: int, rope: RopeConfig) -> int:
-    """How far a model reaches: yarn and dynamic scaling stretch the length that config.json states."""
-    scaling = rope.scaling
-    if scaling is None or scaling.kind not in ("yarn", "dynamic"):
-        return max_positions
-    return max(max_positions, int(scaling.original_max_positions * scaling.factor))
 
 
 def _scaling(fields: Fields, parameters: Fields) -> RopeScaling | None:
@@ -87,13 +79,10 @@ def _yarn(fields: Fields, parameters: Fields) -> RopeScaling:
 
 
 def _yarn_attention(parameters: Fields, factor: float) -> float:
-    """The temperature of the attention (Peng et al., 2023), which here multiplies cosine and sine."""
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
-
-    numerator, denominator = number(parameters, "mscale", 0.0), number(parameters, "mscale_all_dim", 0.0)
-    return scale(numerator) / scale(denominator) if numerator and denominator else scale(1.0)
+    weights = [number(parameters, name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    if all(weights):
+        return yarn_attention(factor, weights[0]) / yarn_attention(factor, weights[1])
+    return yarn_attention(factor)
 
 
 def _longrope(fields: Fields, parameters: Fields) -> RopeScaling:
@@ -107,11 +96,6 @@ def _longrope(fields: Fields, parameters: Fields) -> RopeScaling:
         frequency_divisors=numbers(parameters, "long_factor"),
         short_divisors=numbers(parameters, "short_factor"),
     )
-
-
-def longrope_attention(factor: float, original: int) -> float:
-    """What multiplies cosine and sine (Ding et al., 2024), whichever divisors are in use."""
-    return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
 
 
 def _original_length(fields: Fields, parameters: Fields) -> int:

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -35,6 +34,7 @@ from services.worker.model.native_llama import NativeLlama, native_lacks
 from services.worker.model.reading import Extent, WeightFile, read_weights
 from services.worker.model.runner import CpuRunner, RunnerSpec
 from services.worker.model.safetensors_source import SafetensorsFolder, SafetensorsSource
+from services.worker.model.text_part import TextPart
 from services.worker.model.torch_decoder import TorchDecoder
 from services.worker.model.weights import ModelWeights, TensorSource, load_weights, weight_bytes
 
@@ -80,7 +80,11 @@ def open_model(path: Path) -> ModelFiles:
     """Open a folder or a GGUF file without reading weights. Raises UnsupportedModel or InvalidWeights."""
     if path.is_dir():
         config, folder = read_hf_config(path), SafetensorsFolder(path)
-        return ModelFiles(config, path, folder.files, "safetensors", partial(SafetensorsSource, folder))
+
+        def view_text(data: Mapping[str, torch.Tensor]) -> TensorSource:
+            return TextPart(SafetensorsSource(folder, data))
+
+        return ModelFiles(config, path, folder.files, "safetensors", view_text)
     if not path.is_file():
         raise InvalidWeights(f"{path.name}: no such model folder or GGUF file")
     file = read_gguf(path)

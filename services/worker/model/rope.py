@@ -31,6 +31,24 @@ def rotary_tables(rope: RopeConfig, served_context: int) -> tuple[torch.Tensor, 
     return rotary_table(inverse_frequencies(rope, served_context), served_context, factor=factor)
 
 
+def extended_positions(max_positions: int, rope: RopeConfig) -> int:
+    """How far a model reaches: yarn and dynamic scaling stretch the length that a model states."""
+    scaling = rope.scaling
+    if scaling is None or scaling.kind not in ("yarn", "dynamic"):
+        return max_positions
+    return max(max_positions, int(scaling.original_max_positions * scaling.factor))
+
+
+def yarn_attention(factor: float, weight: float = 1.0) -> float:
+    """The temperature of the attention (Peng et al., 2023), which here multiplies cosine and sine."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def longrope_attention(factor: float, original: int) -> float:
+    """What multiplies cosine and sine (Ding et al., 2024), whichever divisors are in use."""
+    return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
+
+
 def _plain(theta: float, rotary_dim: int) -> torch.Tensor:
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     return theta**-exponents

@@ -62,6 +62,8 @@ class SafetensorsFolder:
 class SafetensorsSource:
     """A TensorSource over bytes that have been read."""
 
+    centred_norms = True
+
     def __init__(self, folder: SafetensorsFolder, data: Mapping[str, torch.Tensor]) -> None:
         """data: uint8 of each tensor, by name."""
         self._stored = folder.stored

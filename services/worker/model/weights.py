@@ -26,7 +26,9 @@ _EXPERT_SCHEMES = (
 
 
 class TensorSource(Protocol):
-    """Where tensors come from."""
+    """Where tensors come from. centred_norms: whether Gemma's norm weights still lack the one that its authors add."""
+
+    centred_norms: bool
 
     def names(self) -> set[str]:
         """Hugging Face names of all tensors present."""
@@ -88,14 +90,9 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
     return torch.tensor(config.embedding_scale, dtype=dtype).item()
 
 
-def load_weights(
-    source: TensorSource, config: ModelConfig, dtype: torch.dtype, *, centred_norms: bool = True
-) -> ModelWeights:
-    """Read and check all weights. Raises InvalidWeights naming a tensor that is missing, misshapen or left over.
-
-    centred_norms: Gemma's norm weights lack the one that their authors add; false where the file has it added (GGUF).
-    """
-    offset = 1.0 if centred_norms and config.architecture in _CENTRED_NORMS else 0.0
+def load_weights(source: TensorSource, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
+    """Read and check all weights. Raises InvalidWeights naming a tensor that is missing, misshapen or left over."""
+    offset = 1.0 if source.centred_norms and config.architecture in _CENTRED_NORMS else 0.0
     reader = _Reader(source, config, dtype, offset)
     embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = tuple(reader.layer(index) for index in range(config.num_layers))
@@ -174,6 +171,11 @@ class _Reader:
         if f"{prefix}gate_up_proj" in self._present:
             gate_up = self._stacked(f"{prefix}gate_up_proj", (count, 2 * size, hidden))
             return ExpertWeights(router, gate_up, self._stacked(f"{prefix}down_proj", (count, hidden, size)))
+        if f"{prefix}gate_proj" in self._present:
+            parts = [self._stacked(f"{prefix}{name}", (count, size, hidden)) for name in ("gate_proj", "up_proj")]
+            return ExpertWeights(
+                router, torch.cat(parts, 1), self._stacked(f"{prefix}down_proj", (count, hidden, size))
+            )
         gate_up = torch.empty(count, 2 * size, hidden, dtype=self._dtype)
         down = torch.empty(count, hidden, size, dtype=self._dtype)
         gate_name, up_name, down_name = names
