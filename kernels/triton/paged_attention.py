@@ -229,5 +229,5 @@ def _form(
 _BF16 = torch.bfloat16
 SHIPPED = [
     _form("decode", _BF16, 128, 4, split=True),
-    _form("prefill", _BF16, 128, 4),
+    _form("decode", _BF16, 64, 3),
 ]
