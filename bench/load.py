@@ -30,12 +30,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one request took, seconds from sending it."""
+    """What one request took, seconds from sending it; prompt_tokens 0: the server does not say."""
 
     ttft_s: float
     last_token_s: float
     output_tokens: int
     cached_tokens: int
+    prompt_tokens: int = 0
 
     @property
     def tpot_s(self) -> float:

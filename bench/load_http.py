@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,14 +30,27 @@ class RequestFailedError(Exception):
 
 
 class HttpLoad:
-    """Sends requests to one base URL; connections are pooled."""
+    """Sends requests to one base URL; connections are pooled.
 
-    def __init__(self, url: str, model: str, api_key: str) -> None:
+    encode: prompts as the server takes them; None: token ids. extra: more fields of the body, or others.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        api_key: str,
+        *,
+        encode: Callable[[Sequence[int]], str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"--url={url}: not an http:// URL")
         self._host, self._port = parts.hostname, parts.port or 80
         self._model = model
+        self._encode = encode
+        self._extra = dict(extra or {})
         authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._head = (
             f"POST {parts.path.rstrip('/')}/v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\n{authorization}"
@@ -50,19 +63,20 @@ class HttpLoad:
         body = json.dumps(
             {
                 "model": self._model,
-                "prompt": prompt,
+                "prompt": self._encode(prompt) if self._encode else prompt,
                 "max_tokens": output_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **self._extra,
             }
         ).encode()
         reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
         start = time.perf_counter()
         try:
             writer.write(self._head + str(len(body)).encode() + b"\r\n\r\n" + body)
-            timing = await _read_stream(reader, start)
+            timing = await _read_stream(reader, start, output_tokens)
         except BaseException:
             writer.close()
             raise
@@ -77,7 +91,7 @@ class HttpLoad:
             await asyncio.gather(*(writer.wait_closed() for _, writer in self._idle), return_exceptions=True)
 
 
-async def _read_stream(reader: asyncio.StreamReader, start: float) -> Timing:
+async def _read_stream(reader: asyncio.StreamReader, start: float, output_tokens: int) -> Timing:
     received = bytearray()
     first_s = last_s = 0.0
     while not received.endswith(_LAST_CHUNK):
@@ -89,9 +103,9 @@ async def _read_stream(reader: asyncio.StreamReader, start: float) -> Timing:
         if _EVENT in data:
             first_s = first_s or now
             last_s = now
-    usage = _usage(bytes(received))
+    usage = _usage(bytes(received), output_tokens)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return Timing(first_s, last_s, usage["completion_tokens"], cached)
+    return Timing(first_s, last_s, usage["completion_tokens"], cached, usage.get("prompt_tokens", 0))
 
 
 async def _refusal(reader: asyncio.StreamReader, received: bytearray) -> str:
@@ -106,20 +120,31 @@ async def _refusal(reader: asyncio.StreamReader, received: bytearray) -> str:
     return " ".join(f"{head.partition(chr(13))[0]} {body[max(0, body.find('{')) :]}".split())[:500]
 
 
-def _usage(received: bytes) -> dict[str, Any]:
-    """Usage of the last event; what came without one has failed."""
+def _usage(received: bytes, output_tokens: int) -> dict[str, Any]:
+    """Usage of the last event; a server that has none says by "length" that all tokens came. Else it has failed."""
     if _DONE not in received:
         raise RequestFailedError(received.decode(errors="replace")[-500:])
     start = received.rindex(_EVENT) + len(_EVENT) - 1
     event: dict[str, Any] = json.JSONDecoder().raw_decode(received[start:].decode())[0]
-    usage: dict[str, Any] = event["usage"]
-    return usage
+    usage: dict[str, Any] | None = event.get("usage")
+    if usage is not None:
+        return usage
+    if [choice.get("finish_reason") for choice in event.get("choices", [])] != ["length"]:
+        raise RequestFailedError(f"neither usage nor all tokens: {json.dumps(event)[:500]}")
+    return {"completion_tokens": output_tokens}
 
 
 @asynccontextmanager
-async def http_load(url: str, model: str, api_key: str = "") -> AsyncIterator[HttpLoad]:
+async def http_load(
+    url: str,
+    model: str,
+    api_key: str = "",
+    *,
+    encode: Callable[[Sequence[int]], str] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> AsyncIterator[HttpLoad]:
     """A load that closes its connections."""
-    load = HttpLoad(url, model, api_key)
+    load = HttpLoad(url, model, api_key, encode=encode, extra=extra)
     try:
         yield load
     finally:

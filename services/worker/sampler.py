@@ -4,7 +4,8 @@ Order, as in most servers: repetition, presence and frequency penalties and bias
 top_p (of what top_k left) and min_p, each as a threshold on the weights, so that tokens tied at a threshold all stay.
 The draw is one uniform number, inverted through the cumulative weights in token order. That number is a hash of
 (seed, choice, position) and rows are worked on one by one: no result depends on other rows of the step. NumPy over the
-few tokens that can matter takes a tenth of what torch takes over whole rows.
+few tokens that can matter takes a tenth of what torch takes over whole rows: 16 rows of 49,152 real logits take 0.15 ms
+greedy, 1 to 2 ms otherwise.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ MIN_LOGPROB = -9999.0
 _NEGLIGIBLE = 40.0
 _SORTED_CANDIDATES = 1024
 _SUMMED_TOGETHER = 256
+# How far below the best logit the candidates of top_k are looked for.
+_FALLS = (4.0, 8.0, 16.0)
 # Below this a draw is greedy; logits divided by less would overflow.
 _MIN_TEMPERATURE = 1e-5
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 _DRAW = struct.Struct("<QIQ")
 
 
@@ -36,16 +40,15 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[DrawRow]) -> Draws:
     """Draw from float32 logits [len(rows), vocab_size], which are left as they are."""
     if not rows:
         return Draws([], [])
-    adjusted = _adjust(logits, rows)
+    values: Floats = _adjust(logits, rows).numpy()
     # NumPy's argmax takes a sixth of torch's time; both return the first of equal maxima.
-    tokens: list[int] = np.argmax(adjusted.numpy(), axis=1).tolist()
+    best = np.argmax(values, axis=1)
     # A NaN or an infinity anywhere in a row is what argmax finds.
-    valid = torch.isfinite(adjusted[torch.arange(len(rows)), torch.tensor(tokens)]).tolist()
-    stochastic = [i for i, row in enumerate(rows) if valid[i] and row.sampling.temperature >= _MIN_TEMPERATURE]
-    if stochastic:
-        values = adjusted.numpy()
-        for i in stochastic:
-            tokens[i] = _draw_row(values[i], rows[i])
+    valid: list[bool] = np.isfinite(values[np.arange(len(rows)), best]).tolist()
+    tokens: list[int] = best.tolist()
+    for i, row in enumerate(rows):
+        if valid[i] and row.sampling.temperature >= _MIN_TEMPERATURE:
+            tokens[i] = _draw_row(values[i], row)
     logprobs = _logprobs(logits, tokens, rows)
     return Draws([token if ok else None for token, ok in zip(tokens, valid, strict=True)], logprobs)
 
@@ -93,33 +96,55 @@ def _draw_row(values: Floats, draw: DrawRow) -> int:
     """A stochastic draw from one row of adjusted logits [V]."""
     sampling = draw.sampling
     highest = values.max()
-    kept = np.flatnonzero(values >= highest - _NEGLIGIBLE * sampling.temperature)
-    weights = np.exp((values[kept].astype(np.float64) - highest) / sampling.temperature)
+    kept = _candidates(values, highest, sampling)
+    weights = np.subtract(values if kept is None else values[kept], highest, dtype=np.float64)
+    weights /= sampling.temperature
+    np.exp(weights, out=weights)
     lowest = _lowest_weight(weights, sampling)
     if lowest > 0:
-        weights = np.where(weights >= lowest, weights, 0.0)
-    return int(kept[_inverse_cdf(weights, uniform(sampling.seed, draw.choice, draw.position))])
+        stay = np.flatnonzero(weights >= lowest)
+        weights, kept = weights[stay], stay if kept is None else kept[stay]
+    index = _inverse_cdf(weights, uniform(sampling.seed, draw.choice, draw.position))
+    return index if kept is None else int(kept[index])
+
+
+def _candidates(values: Floats, highest: np.float32, sampling: Sampling) -> Indices | None:
+    """Tokens that top_k leaves and whose share is not negligible; None: (nearly) all of them."""
+    edge = highest - _NEGLIGIBLE * sampling.temperature
+    if 0 < sampling.top_k < len(values):
+        edge = max(edge, _largest(values, highest, sampling.top_k))
+    found = values >= edge
+    # Picking tokens out takes as long as the arithmetic on this share of them.
+    return None if np.count_nonzero(found) > len(values) // 2 else np.flatnonzero(found)
+
+
+def _largest(values: Floats, highest: np.float32, rank: int) -> np.float32:
+    """The value of that rank, 1 being the highest. Looks close to the top first, where few have to be sorted."""
+    for fall in _FALLS:
+        near = values[values >= highest - fall]
+        if len(near) >= rank:
+            values = near
+            break
+    smallest: np.float32 = np.partition(values, len(values) - rank)[len(values) - rank]
+    return smallest
 
 
 def _lowest_weight(weights: Doubles, sampling: Sampling) -> float:
-    """Smallest weight that stays, the largest weight being 1."""
-    lowest = sampling.min_p
-    if 0 < sampling.top_k < len(weights):
-        rank = len(weights) - sampling.top_k
-        best = np.partition(weights, rank)[rank:]
-        lowest = max(lowest, float(best[0]))
-        weights = weights[weights >= best[0]]
+    """Smallest weight that min_p and top_p leave, the largest weight being 1."""
     if sampling.top_p < 1:
-        lowest = max(lowest, _nucleus_edge(weights, sampling.top_p))
-    return lowest
+        return max(sampling.min_p, _nucleus_edge(weights, sampling.top_p))
+    return sampling.min_p
 
 
 def _nucleus_edge(weights: Doubles, top_p: float) -> float:
     """Smallest of the fewest largest `weights` that make up `top_p` of their sum.
 
-    Halves the candidates around their mean until few are left to sort.
+    What lies so low that all of it together is outside is left out at once; then the candidates are halved around their
+    mean until few are left to sort.
     """
-    target, above, candidates = top_p * weights.sum(), 0.0, weights
+    total = weights.sum()
+    target, above = top_p * total, 0.0
+    candidates = weights[weights > (1 - top_p) * total / len(weights)]
     while len(candidates) > _SORTED_CANDIDATES:
         upper = candidates >= candidates.mean()
         if upper.all():

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -60,9 +61,11 @@ async def test_a_round_keeps_its_clients_busy() -> None:
 
 
 @asynccontextmanager
-async def server(pieces: Sequence[bytes], status: str = "200 OK") -> AsyncIterator[str]:
-    """Streams `pieces` as chunks to every request on a connection."""
-
+async def server(
+    pieces: Sequence[bytes], status: str = "200 OK", bodies: list[dict[str, Any]] | None = None
+) -> AsyncIterator[str]:
+    """Streams `pieces` as chunks to every request on a connection; notes what was asked."""
+    bodies = [] if bodies is None else bodies
     ended: list[asyncio.Event] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,7 +74,7 @@ async def server(pieces: Sequence[bytes], status: str = "200 OK") -> AsyncIterat
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                json.loads(await reader.readexactly(length))
+                bodies.append(json.loads(await reader.readexactly(length)))
                 writer.write(f"HTTP/1.1 {status}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
                 for piece in pieces:
                     writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
@@ -101,6 +104,24 @@ async def test_a_stream_is_timed_and_its_usage_read() -> None:
             timing = await load.send([1, 2, 3], 4)
             assert (timing.output_tokens, timing.cached_tokens) == (4, 32)
             assert 0.02 <= timing.ttft_s < timing.last_token_s
+
+
+async def test_a_server_without_usage_says_that_all_came() -> None:
+    end = [
+        b'data: {"choices":[{"text":"","finish_reason":"%s"}]}\n\ndata: [DONE]\n\n' % how
+        for how in (b"length", b"stop")
+    ]
+    bodies: list[dict[str, Any]] = []
+    extra = {"stream_options": None, "logit_bias": {"2": -100}}
+    async with server([ANSWER, end[0]], bodies=bodies) as url:
+        async with http_load(url, "m", encode=lambda ids: " ".join(map(str, ids)), extra=extra) as load:
+            timing = await load.send([1, 2], 7)
+    assert (timing.output_tokens, timing.prompt_tokens) == (7, 0)
+    assert bodies[0]["prompt"] == "1 2"
+    assert bodies[0].items() >= extra.items()
+    async with server([ANSWER, end[1]]) as url, http_load(url, "m") as load:
+        with pytest.raises(RequestFailedError, match="stop"):
+            await load.send([1, 2], 7)
 
 
 async def test_a_refusal_is_told_on_one_line() -> None:

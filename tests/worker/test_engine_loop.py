@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from services.worker.engine.benchmark import measure
 from services.worker.engine.loop import MAX_FAILED_STEPS, EngineLoop
@@ -80,11 +81,11 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running_engine(num_blocks: int = 64) -> Iterator[Engine]:
+def running_engine(num_blocks: int = 64, runner: ToyRunner | None = None) -> Iterator[Engine]:
     front_end, front = socket.socketpair()
     mover_end, mover = socket.socketpair()
     core = make_core(num_blocks, budget=64, max_running=16)
-    runner = ToyRunner(num_blocks)
+    runner = ToyRunner(num_blocks) if runner is None else runner
     front_link: Link[Message] = Link(front, FromFrontToEngine)
     mover_link: Link[Message] = Link(mover, FromMoverToEngine)
     loop = EngineLoop(core, runner, front_link, mover_link)
@@ -132,9 +133,35 @@ def test_generates_and_reports() -> None:
         assert (load.running_requests, load.referenced_blocks, load.free_blocks) == (0, 0, 64)
 
 
-def test_a_failing_step_fails_its_requests_alone() -> None:
+class HeldRunner(ToyRunner):
+    """Its steps end when they are let go, one by one."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.let_go = threading.Semaphore(0)
+
+    def collect(self) -> torch.Tensor:
+        assert self.let_go.acquire(timeout=5)
+        return super().collect()
+
+
+def test_what_a_step_brought_leaves_while_the_next_computes() -> None:
+    runner = HeldRunner(64)
+    with running_engine(runner=runner) as engine:
+        engine.front.send(submit(1, [1, 2, 3], 4))
+        engine.until(lambda seen: any(isinstance(message, AdmittedRequest) for message in seen))
+        for number in range(1, 4):
+            assert len(engine.outputs(1)) == number - 1
+            runner.let_go.release()
+            engine.until(lambda _, number=number: len(engine.outputs(1)) == number)
+        runner.let_go.release()
+        engine.until(lambda _: engine.usage(1))
+
+
+@pytest.mark.parametrize("part", ["fail_next", "fail_collect"])
+def test_a_failing_step_fails_its_requests_alone(part: str) -> None:
     with running_engine() as engine:
-        engine.runner.fail_next = True
+        setattr(engine.runner, part, True)
         engine.front.send(submit(1, [1, 2, 3], 5))
         engine.until(lambda _: engine.failed(1))
         failure = engine.failed(1)

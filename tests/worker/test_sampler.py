@@ -99,6 +99,8 @@ def test_equals_the_reference_and_ignores_batch_mates(chosen: list[Sampling], se
         Sampling(top_k=20_000),
         Sampling(top_k=3000, top_p=0.9),
         Sampling(top_p=1e-6),
+        Sampling(top_k=40, temperature=0.2),
+        Sampling(min_p=0.2, top_p=0.99),
     ],
 )
 def test_large_vocabulary_rows_do_not_depend_on_their_number(sampling: Sampling) -> None:
@@ -106,6 +108,7 @@ def test_large_vocabulary_rows_do_not_depend_on_their_number(sampling: Sampling)
     rows = [row(sampling, position=i) for i in range(9)]
     together = draw_tokens(logits, rows)
     assert [draw_tokens(logits[i : i + 1], rows[i : i + 1]).tokens[0] for i in range(9)] == together.tokens
+    assert together.tokens[4] == reference(logits[4], rows[4])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_p=0.97), Sampling(top_k=700), Sampling(top_k=500, top_p=0.6)])

@@ -55,6 +55,7 @@ class ToyRunner:
         self.kv = np.zeros((num_blocks, BLOCK_TOKENS), dtype=np.int64)
         self.steps = 0
         self.fail_next = False
+        self.fail_collect = False
         self._logits = torch.empty(0, VOCAB)
 
     def submit(self, step: StepInput) -> None:
@@ -84,4 +85,7 @@ class ToyRunner:
 
     def collect(self) -> torch.Tensor:
         """Logits of the submitted step."""
+        if self.fail_collect:
+            self.fail_collect = False
+            raise RuntimeError("the toy was told to fail")
         return self._logits

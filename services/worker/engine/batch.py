@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -21,23 +22,28 @@ class StepBuilder:
 
     def build(self, chunks: Sequence[Chunk]) -> StepInput:
         """One sequence for each chunk, logits of the last token of each chunk that draws."""
-        starts = np.zeros(len(chunks) + 1, dtype=np.int32)
-        np.cumsum([chunk.length for chunk in chunks], out=starts[1:])
+        lengths = [chunk.length for chunk in chunks]
+        starts = np.array(list(accumulate(lengths, initial=0)), dtype=np.int32)
         ends = np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int32)
-        self._reserve(int(starts[-1]), len(chunks), -(-int(ends.max()) // BLOCK_TOKENS))
-        tokens, positions = self._tokens[: starts[-1]], self._positions[: starts[-1]]
-        tables = self._tables[: len(chunks)]
-        tables.fill(-1)
-        first = 0
-        for index, chunk in enumerate(chunks):
-            sequence, start, end = chunk.sequence, chunk.start, first + chunk.length
-            tokens[first:end] = sequence.tokens[start : start + chunk.length]
-            positions[first:end] = np.arange(start, start + chunk.length)
-            blocks = min(len(sequence.slots), tables.shape[1])
-            tables[index, :blocks] = sequence.table[:blocks]
-            first = end
-        draws = np.array([chunk.draws for chunk in chunks])
-        return StepInput(tokens, positions, starts, ends, tables, starts[1:][draws] - 1)
+        width = -(-int(ends.max()) // BLOCK_TOKENS)
+        self._reserve(int(starts[-1]), len(chunks), width)
+        tokens, positions, tables = self._tokens, self._positions, self._tables
+        # Decodes come first and are one token each.
+        decodes = next((i for i, length in enumerate(lengths) if length != 1), len(lengths))
+        tokens[:decodes] = [chunk.sequence.tokens[chunk.start] for chunk in chunks[:decodes]]
+        positions[:decodes] = ends[:decodes] - 1
+        for index in range(decodes, len(chunks)):
+            chunk, first, end = chunks[index], starts[index], starts[index + 1]
+            tokens[first:end] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
+            positions[first:end] = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int32)
+        for row, chunk in zip(tables, chunks, strict=False):
+            table = chunk.sequence.table
+            row[: len(table)] = table[:width]
+            row[len(table) :] = -1
+        draws = [index for index, chunk in enumerate(chunks) if chunk.draws]
+        return StepInput(
+            tokens[: starts[-1]], positions[: starts[-1]], starts, ends, tables[: len(chunks)], starts[1:][draws] - 1
+        )
 
     def _reserve(self, num_tokens: int, num_rows: int, num_blocks: int) -> None:
         if num_tokens > len(self._tokens):

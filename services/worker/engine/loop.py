@@ -1,7 +1,9 @@
-"""The engine's loop over a core, a runner and the links to front and mover: receive, schedule, run, commit, send.
+"""The engine's loop over a core, a runner and the links to front and mover: receive, schedule, run, send, commit.
 
-Steps keep the loop below 250 ms; when there is nothing to compute it waits for a message or for the time of the next
-load. A message that cannot be handled fails its own request, a step that cannot be run fails the requests in it.
+What a step has brought is sent while the next one computes: between two steps stands only what the next one needs, its
+tokens above all. Messages are taken in between steps alone, since an abort gives back slots. Steps keep the loop below
+250 ms; when there is nothing to compute it waits for a message or for the time of the next load. A message that cannot
+be handled fails its own request, a step that cannot be run fails the requests in it.
 """
 
 from __future__ import annotations
@@ -62,11 +64,11 @@ class EngineLoop:
         now = self._clock()
         self._core.expire(now)
         chunks = self._core.schedule(now)
-        # Admissions must not wait for the step that they start.
+        started = bool(chunks) and self._start(chunks)
+        # The tokens of the last step and admissions; neither waits for the step that has just started.
         self._send()
-        if chunks:
-            self._step(chunks)
-            self._send()
+        if started:
+            self._finish(chunks, now)
         return bool(chunks)
 
     def _handle(self, message: Message) -> None:
@@ -77,22 +79,34 @@ class EngineLoop:
             if isinstance(message, Submit | Abort):
                 self._core.fail_request(message.key, "INTERNAL", "the engine could not take the request in")
 
-    def _step(self, chunks: list[Chunk]) -> None:
-        started_s = self._clock()
+    def _start(self, chunks: list[Chunk]) -> bool:
+        """Hand a step to the runner; False when it cannot be run."""
         try:
             self._runner.submit(self._builder.build(chunks))
+        except Exception as error:
+            self._fail(chunks, error)
+            return False
+        return True
+
+    def _finish(self, chunks: list[Chunk], started_s: float) -> None:
+        """Wait for the step in flight, draw and commit."""
+        try:
             draws = draw_tokens(self._runner.collect(), self._core.draw_rows(chunks))
         except Exception as error:
-            self._failed_steps += 1
-            _log.exception("a step failed", sequences=len(chunks), in_a_row=self._failed_steps)
-            self._core.fail_step(chunks, "the step of this request failed")
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                self._send()
-                raise RuntimeError(f"{self._failed_steps} steps in a row failed: {error}") from error
+            self._fail(chunks, error)
             return
         self._failed_steps = 0
         now = self._clock()
         self._core.commit(chunks, draws, now - started_s, now)
+
+    def _fail(self, chunks: list[Chunk], error: Exception) -> None:
+        """End the requests of a step that could not be run. Raises RuntimeError when that keeps happening."""
+        self._failed_steps += 1
+        _log.error("a step failed", sequences=len(chunks), in_a_row=self._failed_steps, exc_info=error)
+        self._core.fail_step(chunks, "the step of this request failed")
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            self._send()
+            raise RuntimeError(f"{self._failed_steps} steps in a row failed: {error}") from error
 
     def _send(self) -> None:
         core, now = self._core, self._clock()
