@@ -72,7 +72,7 @@ class HttpLoad:
                 **self._extra,
             }
         ).encode()
-        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+        reader, writer = await self._connection()
         start = time.perf_counter()
         try:
             writer.write(self._head + str(len(body)).encode() + b"\r\n\r\n" + body)
@@ -82,6 +82,15 @@ class HttpLoad:
             raise
         self._idle.append((reader, writer))
         return timing
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A kept connection that the server has not closed meanwhile, or a new one."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(self._host, self._port)
 
     async def close(self) -> None:
         """Close idle connections."""

@@ -14,6 +14,7 @@ import pytest
 
 from bench.load import Figures, Timing, Workload, figures, medians, percentile, prompts, run_round
 from bench.load_http import HttpLoad, RequestFailedError, http_load
+from tests.support.waiting import eventually
 
 WORKLOAD = Workload("w", 32, 16, 4)
 ANSWER = b'data: {"choices":[{"text":"a"}],"usage":null}\n\n'
@@ -62,9 +63,13 @@ async def test_a_round_keeps_its_clients_busy() -> None:
 
 @asynccontextmanager
 async def server(
-    pieces: Sequence[bytes], status: str = "200 OK", bodies: list[dict[str, Any]] | None = None
+    pieces: Sequence[bytes],
+    status: str = "200 OK",
+    *,
+    bodies: list[dict[str, Any]] | None = None,
+    idle_s: float = 60.0,
 ) -> AsyncIterator[str]:
-    """Streams `pieces` as chunks to every request on a connection; notes what was asked."""
+    """Streams `pieces` as chunks to every request on a connection; notes what was asked. Closes it after `idle_s`."""
     bodies = [] if bodies is None else bodies
     ended: list[asyncio.Event] = []
 
@@ -72,7 +77,9 @@ async def server(
         ended.append(asyncio.Event())
         end = ended[-1]
         try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
+            while True:
+                async with asyncio.timeout(idle_s):
+                    head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 bodies.append(json.loads(await reader.readexactly(length)))
                 writer.write(f"HTTP/1.1 {status}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
@@ -81,7 +88,7 @@ async def server(
                     await writer.drain()
                     await asyncio.sleep(0.02)
                 writer.write(b"0\r\n\r\n")
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             pass
         finally:
             writer.close()
@@ -104,6 +111,13 @@ async def test_a_stream_is_timed_and_its_usage_read() -> None:
             timing = await load.send([1, 2, 3], 4)
             assert (timing.output_tokens, timing.cached_tokens) == (4, 32)
             assert 0.02 <= timing.ttft_s < timing.last_token_s
+
+
+async def test_a_connection_closed_while_idle_is_not_used_again() -> None:
+    async with server([ANSWER, last(USAGE)], idle_s=0.01) as url, http_load(url, "m") as load:
+        for _ in range(2):
+            assert (await load.send([1], 4)).output_tokens == 4
+            await eventually(lambda: all(reader.at_eof() for reader, _ in load._idle))
 
 
 async def test_a_server_without_usage_says_that_all_came() -> None:
