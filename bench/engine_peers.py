@@ -29,7 +29,7 @@ from bench.engine_servers import Server, llama_cpp, mesh, vllm
 from bench.export_model import export
 from bench.kv_table import Machine
 from bench.load import Figures, Timing, Workload, run_round
-from bench.load_http import HttpLoad, http_load
+from bench.load_http import HttpLoad, RequestFailedError, http_load
 from bench.serving import WORKLOADS
 from services.cli.ports import free_ports
 from services.common.models import DEFAULT_MODEL, resolve_model
@@ -208,7 +208,7 @@ def main() -> int:
         except ExceptionGroup as group:
             sys.stderr.write(f"engine_peers: {group.exceptions[0]}\n")
             return 1
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, RequestFailedError) as error:
             sys.stderr.write(f"engine_peers: {error}\n")
             return 1
     show(document)

@@ -37,7 +37,8 @@ def export(source: ModelSource, folder: Path) -> None:
     }
     config = hugging_face_config(model.config) | special
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: model.source.read(name).bfloat16().contiguous() for name in sorted(model.source.names())}
+    weights, _ = model.read()
+    tensors = {name: weights.read(name).bfloat16().contiguous() for name in sorted(weights.names())}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write(folder / "config.json", config)
     _write(folder / "generation_config.json", special)
