@@ -22,7 +22,9 @@ class TextPart:
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
-        self._stored = {_text_name(name): name for name in source.names() if not name.startswith(_OTHER_PARTS)}
+        names = source.names()
+        others = _OTHER_PARTS if any(name.startswith(tuple(_PREFIXES)) for name in names) else ()
+        self._stored = {_text_name(name): name for name in names if not name.startswith(others)}
 
     def names(self) -> set[str]:
         return set(self._stored)
