@@ -1,6 +1,6 @@
 """Mixture of experts (Shazeer et al., 2017): routing, the experts' gated MLPs, and their sum; the specification.
 
-A token's result depends on that token alone: its experts are ranked (larger share first, of equal shares the lower
+A token's result depends on that token alone: its experts are ranked (larger logit first, of equal ones the lower
 index), the products are row-invariant (kernels/linear.py), and the sum runs over its experts in rank order.
 """
 
@@ -18,11 +18,12 @@ def route(logits: torch.Tensor, k: int, renormalise: bool) -> tuple[torch.Tensor
     Returns experts int64 [T, k] in rank order and their weights float32 [T, k]: shares of the softmax over all experts,
     made to sum to one over the k where `renormalise`.
     """
-    shares, order = torch.softmax(logits.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
-    weights = shares[:, :k]
+    logits = logits.float()
+    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = torch.softmax(logits, dim=-1).gather(1, experts)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    return order[:, :k], weights
+    return experts, weights
 
 
 def mixture(
