@@ -79,12 +79,12 @@ class Transfers:
 
         Leaves at least `reserve` slots available. block_compute_s: what computing a block takes.
         """
-        wanted = _runs_after(request.pull_plan, hits, request.max_hit_blocks)
+        wanted = runs_after(request.pull_plan, hits, request.max_hit_blocks)
         if not wanted or request.key in self._pulls:
             return None
         held = self._pool.match(request.prompt_ids[:hits])
         room = self._pool.num_available - self._pool.count_unreferenced(held) - reserve
-        fitting = _runs_after(request.pull_plan, hits, min(request.max_hit_blocks, hits + room))
+        fitting = runs_after(request.pull_plan, hits, min(request.max_hit_blocks, hits + room))
         choice = choose_pull(fitting, self._links, block_compute_s=block_compute_s, now=now)
         runs = choice.runs
         if not runs:
@@ -185,7 +185,7 @@ def _holder(runs: Sequence[HolderRun], index: int) -> Node | None:
     )
 
 
-def _runs_after(plan: Sequence[HolderRun], first: int, end: int) -> list[HolderRun]:
+def runs_after(plan: Sequence[HolderRun], first: int, end: int) -> list[HolderRun]:
     """The gapless part of `plan` over blocks first..end, indices relative to `first`."""
     runs: list[HolderRun] = []
     position = first
