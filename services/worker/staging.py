@@ -49,10 +49,10 @@ class Copy(Protocol):
 
 
 class BlockCopier(Protocol):
-    """Copies between pool and staging, which end in the order in which they were begun."""
+    """Copies between pool and staging."""
 
     def gather(self, pool_slots: Sequence[int], staging_slots: Sequence[int]) -> Copy:
-        """Pool to staging. Nobody writes to the pool slots before it is done."""
+        """Pool to staging, after every scatter begun so far. Nobody writes to the pool slots before it is done."""
 
     def scatter(self, staging_slots: Sequence[int], pool_slots: Sequence[int]) -> Copy:
         """Staging to pool, after every step submitted so far and before every later one."""
@@ -262,6 +262,7 @@ class StagedTransfers:
         held = self._held.get(("pull", told.key))
         if held is None or held.is_over:
             return
+        held.is_over = True
         come, held.slots = held.slots[: told.num_blocks], held.slots[told.num_blocks :]
         if come:
             self._copies.append(_Scattering(self._copier.scatter(come, held.pool_slots[: len(come)]), come))

