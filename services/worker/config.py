@@ -19,7 +19,24 @@ class WorkerSettings(ServiceSettings):
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights, activations and KV cache.")
     threads: int = Field(0, ge=0, le=1024, description="Compute threads; 0: one for each core.")
-    kv_cache_bytes: int = Field(2**30, ge=2**20, description="Size of the block pool.")
+    exact: Literal["auto", "on", "off"] = Field(
+        "auto", description="Results that do not depend on the batch; auto: on on cpu, off on cuda."
+    )
+    kv_dtype: Literal["auto", "bfloat16", "float32", "float8_e4m3fn", "int8"] = Field(
+        "auto", description="Of the KV cache, where it is not dtype; on cuda."
+    )
+    kv_cache_bytes: int = Field(
+        0, ge=0, description="Size of the block pool; 0: 1 GiB on cpu, by kv_cache_fraction on cuda."
+    )
+    kv_cache_fraction: float = Field(
+        0.9, gt=0, le=1, description="Share for the block pool of what weights and the largest step leave of a GPU."
+    )
+    staging_bytes: int = Field(
+        0,
+        ge=0,
+        description="Shared memory in which blocks stop over on their way from and to other processes; 0: none on cpu, "
+        "where the pool itself is shared, 1 GiB on cuda.",
+    )
     num_blocks: int = Field(0, ge=0, description="Blocks of the pool, going before kv_cache_bytes; 0: by size.")
     max_context: int = Field(0, ge=0, description="Most tokens of a sequence; 0: what the model allows.")
     step_token_budget: int = Field(512, ge=16, le=65_536, description="Most tokens of one step.")
@@ -53,8 +70,14 @@ class WorkerSettings(ServiceSettings):
 
 def check_settings(settings: WorkerSettings) -> None:
     """What single fields cannot say. Raises ConfigurationError with one line."""
-    if settings.device == "cuda":
-        raise ConfigurationError("worker: device='cuda': this build runs models on cpu only")
+    if settings.device == "cpu" and settings.exact == "off":
+        raise ConfigurationError(
+            "worker: exact='off': on cpu results never depend on the batch, and nothing would be gained by letting them"
+        )
+    if settings.device == "cpu" and settings.kv_dtype not in ("auto", settings.dtype):
+        raise ConfigurationError(f"worker: kv_dtype='{settings.kv_dtype}': on cpu the KV cache has dtype")
+    if 0 < settings.kv_cache_bytes < 2**20:
+        raise ConfigurationError(f"worker: kv_cache_bytes={settings.kv_cache_bytes}: at least 1048576, or 0")
     if settings.max_running > settings.step_token_budget:
         raise ConfigurationError(
             f"worker: max_running={settings.max_running}: above step_token_budget={settings.step_token_budget}"

@@ -117,6 +117,8 @@ class EngineReady(Message, frozen=True):
     decode_step_s: float
     # [kv_head, layer, k|v, token, head_dim]
     block_shape: list[int]
+    # Of the memory that the mover sees: num_blocks where that is the pool itself.
+    transfer_slots: int
 
 
 class EngineFailed(Message, frozen=True):
@@ -201,7 +203,8 @@ class EngineLoad(Message, frozen=True):
 
     pushes_dropped: blocks not offered for want of room. pushes_deferred: times that a completed block had to wait for
     the turn of its ancestors at a new node. pulls_skipped: planned pulls that did not begin, by reason. pulls_cut:
-    pulls given up for falling behind.
+    pulls given up for falling behind. staging_waits, staging_short_blocks: transfers that waited for room in staging
+    and blocks that were not transferred for want of it, by use.
     """
 
     progress: int
@@ -220,6 +223,8 @@ class EngineLoad(Message, frozen=True):
     holders: list[HolderLinks] = []
     pulls_skipped: dict[str, int] = {}
     pulls_cut: int = 0
+    staging_waits: dict[str, int] = {}
+    staging_short_blocks: dict[str, int] = {}
 
 
 class BlockChanges(Message, frozen=True):

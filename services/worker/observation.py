@@ -46,6 +46,16 @@ class WorkerMetrics:
             callbacks=[lambda _: self._skipped()],
             description="Planned pulls that did not begin, by reason.",
         )
+        _meter.create_observable_counter(
+            "kvmesh_worker_staging_waits",
+            callbacks=[self._by_use(lambda load: load.staging_waits)],
+            description="Transfers that waited for room in the staging area, by use.",
+        )
+        _meter.create_observable_counter(
+            "kvmesh_worker_staging_short_blocks",
+            callbacks=[self._by_use(lambda load: load.staging_short_blocks)],
+            description="Blocks that were not transferred for want of room in the staging area, by use.",
+        )
         for name, read_mover in _MOVER_TOTALS.items():
             _meter.create_observable_counter(name, callbacks=[self._mover_total(read_mover)])
         for name, read_now in _MOVER_GAUGES.items():
@@ -79,6 +89,15 @@ class WorkerMetrics:
     def _skipped(self) -> list[Observation]:
         load = self._board.load
         return [Observation(count, {"reason": reason}) for reason, count in load.pulls_skipped.items()] if load else []
+
+    def _by_use(
+        self, read: Callable[[EngineLoad], dict[str, int]]
+    ) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(_: CallbackOptions) -> Iterable[Observation]:
+            load = self._board.load
+            return [Observation(count, {"use": use}) for use, count in read(load).items()] if load else []
+
+        return observe
 
     def _load_gauge(self, read: Callable[[EngineLoad], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
         return lambda _: [Observation(read(self._board.load))] if self._board.load else []

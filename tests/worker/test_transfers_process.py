@@ -120,3 +120,38 @@ async def test_blocks_that_are_about_to_go_are_pushed_in_time(tmp_path: Path, va
         assert back.completed.usage.cached.ram == 96, worker.log()
         assert back.tokens == cold.tokens
         await worker.wait_idle()
+
+
+async def test_blocks_of_a_pool_that_is_not_shared_travel_through_staging(tmp_path: Path, valkey: Valkey) -> None:
+    tokens = prompt(100)
+    # A block of the model is 360 KiB: 24 slots, of which pulls may have 18, pushes and serving 12 each.
+    staged = ("--staging-bytes", str(24 * 368_640))
+    async with (
+        running_kvstore(valkey.url),
+        registry(valkey.url) as watcher,
+        running_worker(tmp_path / "a", valkey.url, "--num-blocks", "24", *staged, threads=1) as worker,
+    ):
+        await eventually(lambda: {"kvstore/kv", "worker/w"} <= watcher.records.keys(), timeout_s=20)
+        await eventually(lambda: '"push target"' in worker.log(), timeout_s=20)
+        cold = await worker.generate(tokens, 10)
+        await eventually(lambda: total(worker.metrics(), "kvmesh_mover_pushed_blocks_total") >= 6, timeout_s=10)
+        for other in range(1, 6):
+            await worker.generate(prompt(120, 100 + other), 2)
+        back = await worker.generate(tokens, 10, pull_plan=[pull_step(watcher.records["kvstore/kv"], 6)])
+        assert back.completed is not None
+        assert back.completed.usage.cached.ram == 96, worker.log()
+        assert back.tokens == cold.tokens
+        # From a worker with staging to one whose pool is shared, and on to one with staging.
+        async with running_worker(tmp_path / "b", valkey.url, "--instance", "b", threads=1) as peer:
+            shared = await peer.generate(tokens, 10, pull_plan=[pull_step(watcher.records["worker/w"], 6)])
+            assert shared.completed is not None
+            assert shared.completed.usage.cached.peer == 96, peer.log()
+            assert shared.tokens == cold.tokens
+            for other in range(11, 16):
+                await worker.generate(prompt(120, 100 + other), 2)
+            again = await worker.generate(tokens, 10, pull_plan=[pull_step(watcher.records["worker/b"], 6)])
+            assert again.completed is not None
+            assert again.completed.usage.cached.peer == 96, worker.log()
+            assert again.tokens == cold.tokens
+        await worker.wait_idle()
+        assert total(worker.metrics(), "kvmesh_worker_staging_short_blocks_total") == 0

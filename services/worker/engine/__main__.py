@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import select
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import structlog
@@ -24,11 +22,11 @@ from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.benchmark import measure
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.loop import EngineLoop
+from services.worker.engine.open import open_replica
 from services.worker.ipc import Link
 from services.worker.link_rates import LinkRates
 from services.worker.messages import Configure, EngineFailed, EngineReady, FromFrontToEngine, Message
-from services.worker.model.load import kv_layout, load_runner, open_model
-from services.worker.model.runner import CpuRunner, RunnerSpec
+from services.worker.model.runner import RunnerSpec
 from services.worker.mover_messages import FromMoverToEngine
 from services.worker.rates import Rates
 from services.worker.transfers import TransferLimits
@@ -69,8 +67,8 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     block_key = _receive_key(front)
-    runner = _load_runner(config, threads)
-    spec = runner.spec
+    opened = open_replica(config, threads)
+    runner, spec = opened.runner, opened.runner.spec
     limits = _limits(config, spec)
     speed = measure(runner, num_blocks=spec.num_blocks, max_context=spec.max_context, vocab_size=spec.vocab_size)
     rates = Rates(speed.prefill_tokens_per_s, speed.decode_step_s)
@@ -89,10 +87,12 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
             prefill_tokens_per_s=speed.prefill_tokens_per_s,
             decode_step_s=speed.decode_step_s,
             block_shape=list(spec.layout.block_shape),
+            transfer_slots=opened.transfer_slots,
         )
     )
     links = LinkRates(spec.layout.block_bytes, config.pull_half_life_s)
-    return EngineLoop(EngineCore(limits, spec.num_blocks, block_key, rates, links), runner, front, mover)
+    core = EngineCore(limits, spec.num_blocks, block_key, rates, links)
+    return EngineLoop(core, runner, front, mover, transfers=opened.transfers)
 
 
 def _limits(config: EngineConfig, spec: RunnerSpec) -> CoreLimits:
@@ -112,28 +112,6 @@ def _limits(config: EngineConfig, spec: RunnerSpec) -> CoreLimits:
         push_policy=config.push_policy,
     )
     return CoreLimits(scheduler, transfers, config.step_token_budget, config.target_step_s)
-
-
-def _load_runner(config: EngineConfig, threads: int) -> CpuRunner:
-    """Size the pool for the model, map it and load."""
-    path = Path(config.model_path)
-    model = open_model(path).config
-    layout = kv_layout(model, config.dtype)
-    num_blocks = config.num_blocks or layout.num_blocks(config.kv_cache_bytes)
-    if num_blocks < 1:
-        raise ValueError(f"kv_cache_bytes={config.kv_cache_bytes}: a block takes {layout.block_bytes}")
-    size = layout.pool_bytes(num_blocks)
-    os.ftruncate(config.pool_fd, size)
-    pool = mmap.mmap(config.pool_fd, size, flags=mmap.MAP_SHARED)
-    context = min(config.max_context or model.max_positions, model.max_positions)
-    return load_runner(
-        path,
-        dtype=config.dtype,
-        pool_buffer=pool,
-        num_threads=threads,
-        served_context=context,
-        max_step_tokens=config.step_token_budget,
-    )
 
 
 def _receive_key(front: Link[Message]) -> bytes:

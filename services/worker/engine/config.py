@@ -10,8 +10,8 @@ import msgspec
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything but the block key, which comes as a message. Fds are inherited and named by number.
 
-    kv_cache_bytes: size of the pool; num_blocks, where it is not 0, goes before it. max_context 0: the model's own.
-    threads 0: as many as there are cores.
+    kv_cache_bytes: size of the pool; num_blocks, where it is not 0, goes before it; what 0 means, here and for
+    staging_bytes, WorkerSettings says. max_context 0: the model's own. threads 0: as many as there are cores.
     """
 
     parent_pid: int
@@ -23,7 +23,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_path: str
     dtype: Literal["bfloat16", "float32"]
     threads: int
+    device: Literal["cpu", "cuda"]
+    exact: Literal["auto", "on", "off"]
+    kv_dtype: Literal["auto", "bfloat16", "float32", "float8_e4m3fn", "int8"]
     kv_cache_bytes: int
+    kv_cache_fraction: float
+    staging_bytes: int
     num_blocks: int
     max_context: int
     step_token_budget: int

@@ -11,17 +11,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
 from services.worker.core import EngineCore
 from services.worker.engine.batch import StepBuilder
 from services.worker.ipc import Link, wait_links
-from services.worker.messages import Abort, Message, Submit
+from services.worker.messages import Abort, EngineLoad, Message, Submit
 from services.worker.model.step import Runner
 from services.worker.sampler import draw_tokens
 from services.worker.scheduler import Chunk
+from services.worker.staging import BlockTransfers, SharedTransfers
 
 LOAD_EVERY_S = 0.1
+# While copies of blocks are under way, which nothing tells the loop of.
+_LOOK_EVERY_S = 0.001
 # A runner that fails this often in a row is not coming back; the replica restarts.
 MAX_FAILED_STEPS = 5
 
@@ -38,12 +42,15 @@ class EngineLoop:
         front: Link[Message],
         mover: Link[Message],
         *,
+        transfers: BlockTransfers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._runner = runner
         self._front = front
         self._mover = mover
+        self._transfers = transfers or SharedTransfers()
+        self._short_blocks = 0
         self._clock = clock
         self._builder = StepBuilder()
         self._next_load_s = 0.0
@@ -54,13 +61,18 @@ class EngineLoop:
         while True:
             progressed = self.turn()
             if not progressed:
-                wait_links([self._front, self._mover], max(0.0, self._next_load_s - self._clock()))
+                wait_s = self._next_load_s - self._clock()
+                wait_s = wait_s if self._transfers.is_settled else min(wait_s, _LOOK_EVERY_S)
+                wait_links([self._front, self._mover], max(0.0, wait_s))
 
     def turn(self) -> bool:
         """One round without waiting; whether a step was run."""
-        for link in (self._front, self._mover):
-            for message in link.receive():
-                self._handle(message)
+        for message in self._front.receive():
+            self._handle(message)
+        for message in self._mover.receive():
+            self._transfers.receive(message, self._clock())
+        self._transfers.poll(self._clock())
+        self._exchange()
         now = self._clock()
         self._core.expire(now)
         chunks = self._core.schedule(now)
@@ -70,6 +82,17 @@ class EngineLoop:
         if started:
             self._finish(chunks, now)
         return bool(chunks)
+
+    def _exchange(self) -> None:
+        """What core and mover say to each other, by way of the transfers, which may answer themselves."""
+        core, transfers = self._core, self._transfers
+        while core.to_mover or transfers.to_core:
+            sent, core.to_mover = core.to_mover, []
+            for message in sent:
+                transfers.send(message, self._clock())
+            told, transfers.to_core = transfers.to_core, []
+            for message in told:
+                self._handle(message)
 
     def _handle(self, message: Message) -> None:
         try:
@@ -109,13 +132,22 @@ class EngineLoop:
             raise RuntimeError(f"{self._failed_steps} steps in a row failed: {error}") from error
 
     def _send(self) -> None:
+        self._exchange()
         core, now = self._core, self._clock()
         if core.load_changed or now >= self._next_load_s:
             core.load_changed = False
             self._next_load_s = now + LOAD_EVERY_S
-            core.to_front.append(core.load(now))
-        for link, messages in ((self._front, core.to_front), (self._mover, core.to_mover)):
+            core.to_front.append(self._load(now))
+        for link, messages in ((self._front, core.to_front), (self._mover, self._transfers.to_mover)):
             for message in messages:
                 link.send(message)
             messages.clear()
             link.flush()
+
+    def _load(self, now: float) -> EngineLoad:
+        """The core's load, and what transfers found no room."""
+        waits, short_blocks = dict(self._transfers.waits), dict(self._transfers.short_blocks)
+        if sum(short_blocks.values()) > self._short_blocks:
+            self._short_blocks = sum(short_blocks.values())
+            _log.warning("staging is too small for the transfers", waits=waits, short_blocks=short_blocks)
+        return msgspec.structs.replace(self._core.load(now), staging_waits=waits, staging_short_blocks=short_blocks)

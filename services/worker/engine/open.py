@@ -1,0 +1,92 @@
+"""From the engine's configuration to a model that runs: its runner, its block pool, and how blocks leave and enter it.
+
+The descriptor that the front made is the memory that engine and mover share: the pool itself on CPU, a staging area
+where the pool is not shared (on CUDA, or on CPU where staging_bytes asks for it).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from services.worker.engine.config import EngineConfig
+from services.worker.model.device.block_copier import PoolCopier
+from services.worker.model.device.timeline import CpuTimeline
+from services.worker.model.kv_pool import KvPool
+from services.worker.model.layout import KvLayout
+from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.runner import CpuRunner, RunnerSpec
+from services.worker.model.step import Runner
+from services.worker.staging import BlockTransfers, SharedTransfers, StagedTransfers
+
+DEFAULT_POOL_BYTES = 2**30
+DEFAULT_STAGING_BYTES = 2**30
+
+
+class ModelRunner(Runner, Protocol):
+    """A runner that says what it runs."""
+
+    @property
+    def spec(self) -> RunnerSpec:
+        """Of the loaded model."""
+
+
+@dataclass(frozen=True)
+class OpenReplica:
+    """transfer_slots: blocks that fit the memory shared with the mover."""
+
+    runner: ModelRunner
+    transfers: BlockTransfers
+    transfer_slots: int
+
+
+def open_replica(config: EngineConfig, threads: int) -> OpenReplica:
+    """Size and map the memory, load the model. Raises ModelError, ValueError, or OSError."""
+    path = Path(config.model_path)
+    model = open_model(path).config
+    context = min(config.max_context or model.max_positions, model.max_positions)
+    layout = kv_layout(model, config.dtype)
+    num_blocks = config.num_blocks or layout.num_blocks(config.kv_cache_bytes or DEFAULT_POOL_BYTES)
+    if num_blocks < 1:
+        raise ValueError(f"kv_cache_bytes={config.kv_cache_bytes}: a block takes {layout.block_bytes}")
+    pool_bytes = layout.pool_bytes(num_blocks)
+    shared = share_memory(config.pool_fd, pool_bytes) if not config.staging_bytes else mmap.mmap(-1, pool_bytes)
+    runner = load_runner(
+        path,
+        dtype=config.dtype,
+        pool_buffer=shared,
+        num_threads=threads,
+        served_context=context,
+        max_step_tokens=config.step_token_budget,
+    )
+    if not config.staging_bytes:
+        return OpenReplica(runner, SharedTransfers(), num_blocks)
+    staging = map_staging(config.pool_fd, layout, config.staging_bytes)
+    copier = PoolCopier(KvPool(runner.decoder.pool, layout), staging, CpuTimeline())
+    return OpenReplica(_told_of_staging(runner, staging), StagedTransfers(copier, len(staging)), len(staging))
+
+
+def share_memory(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Size the file that the mover has too, and map it."""
+    os.ftruncate(descriptor, num_bytes)
+    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
+
+
+def map_staging(descriptor: int, layout: KvLayout, num_bytes: int) -> torch.Tensor:
+    """The staging area, uint8 [slots, block_bytes]. Raises ValueError where no block fits."""
+    slots = num_bytes // layout.block_bytes
+    if slots < 1:
+        raise ValueError(f"staging_bytes={num_bytes}: a block takes {layout.block_bytes}")
+    shared = share_memory(descriptor, slots * layout.block_bytes)
+    return torch.frombuffer(shared, dtype=torch.uint8).view(slots, layout.block_bytes)
+
+
+def _told_of_staging(runner: CpuRunner, staging: torch.Tensor) -> CpuRunner:
+    """The runner, its memory map with the staging area in it."""
+    runner.spec = replace(runner.spec, memory=replace(runner.spec.memory, staging_bytes=staging.nbytes))
+    return runner
