@@ -15,7 +15,7 @@ from services.common.tokenizer_digest import tokenizer_digest
 from services.gateway.errors import InvalidRequest
 from services.gateway.request import Sampling
 from services.gateway.text.chat_template import ChatTemplate
-from services.gateway.text.gguf_tokenizer import load_gguf_tokenizer
+from services.gateway.text.gguf_tokenizer import end_tokens, load_gguf_tokenizer
 from services.gateway.text.sampling_defaults import folder_defaults, gguf_defaults
 from services.gateway.text.vocabulary import Vocabulary, build_vocabulary
 
@@ -66,7 +66,7 @@ def load_text_model(source: ModelSource) -> TextModel:
     if source.is_gguf:
         tokenizer, metadata = load_gguf_tokenizer(source.path)
         tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-        eos = [metadata[f"tokenizer.ggml.{kind}_token_id"] for kind in ("eos", "eot", "eom") if _has(metadata, kind)]
+        eos = end_tokens(metadata)
         variables = {
             f"{kind}_token": tokens[metadata[f"tokenizer.ggml.{kind}_token_id"]]
             for kind in ("bos", "eos")
