@@ -1,8 +1,8 @@
 """Names of everything that a mesh keeps in Redis.
 
 Keys that one script touches share a hash tag, so that Redis Cluster keeps them together: `{mesh:registry}` for the
-registry, `{mesh:generations}` for the generations of tenants and `{mesh:<shard>}` for the block sets of the locations
-of one shard.
+registry, `{mesh:generations}` for the generations of tenants, `{mesh:artifacts}` for model artifacts and
+`{mesh:<shard>}` for the block sets of the locations of one shard.
 """
 
 from __future__ import annotations
@@ -55,6 +55,18 @@ class GenerationKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class ArtifactKeys:
+    """Keys of model artifacts. readers: who reads the shared storage now."""
+
+    readers: str
+    _base: str
+
+    def holders(self, digest: str) -> str:
+        """Addresses of workers that have the artifact in their cache."""
+        return f"{self._base}:holders:{digest}"
+
+
+@dataclass(frozen=True, slots=True)
 class ShardKeys:
     """Keys of one shard of the location index."""
 
@@ -100,6 +112,11 @@ class KeySpace:
         base = f"{{{self.mesh}:generations}}:{FORMAT}"
         names = ("incarnation", "table", "revision", "changes", "followers")
         return GenerationKeys(*(f"{base}:{name}" for name in names))
+
+    def artifacts(self) -> ArtifactKeys:
+        """Keys of model artifacts."""
+        base = f"{{{self.mesh}:artifacts}}:{FORMAT}"
+        return ArtifactKeys(f"{base}:readers", base)
 
     def shard(self, number: int) -> ShardKeys:
         """Keys of one shard."""

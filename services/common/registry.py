@@ -176,6 +176,11 @@ class RegistryWatcher:
         for record in list(self.records.values()):
             callback(RegistryChange(record))
 
+    def unsubscribe(self, callback: Callable[[RegistryChange], None]) -> None:
+        """Call `callback` no more. Idempotent."""
+        if callback in self._callbacks:
+            self._callbacks.remove(callback)
+
     async def run(self) -> None:
         """Follow the registry until cancelled."""
         backoff = Backoff()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from services.common.artifacts.settings import DEFAULT_CACHE_BYTES
 from services.common.models import DEFAULT_MODEL
 from services.common.settings import ConfigurationError, ServiceSettings
+
+# As a model: wait to be told one.
+NO_MODEL = "none"
 
 
 class WorkerSettings(ServiceSettings):
@@ -15,7 +20,24 @@ class WorkerSettings(ServiceSettings):
 
     service: ClassVar[str] = "worker"
 
-    model: str = Field(DEFAULT_MODEL, description="Name, PATH or NAME=PATH of a GGUF file or a Hugging Face folder.")
+    model: str = Field(
+        DEFAULT_MODEL,
+        description="Name, PATH or NAME=PATH of a GGUF file or a Hugging Face folder; none: wait to be told one.",
+    )
+    model_cache_dir: Path | None = Field(
+        None,
+        description="Local directory that models are copied to before they load; empty: read where they lie.",
+    )
+    model_cache_bytes: int = Field(
+        DEFAULT_CACHE_BYTES, ge=2**20, description="Most bytes of that directory; the least recently used models go."
+    )
+    model_source_readers: int = Field(
+        4, ge=1, le=1024, description="Most workers of the mesh that copy models from shared storage at once."
+    )
+    model_peer_serves: int = Field(
+        4, ge=0, le=64, description="Most copies of cached models that this worker gives others at once; 0: none."
+    )
+    model_copy_timeout_s: float = Field(1800.0, gt=0, description="Longest time until a model has been copied.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights, activations and KV cache.")
     threads: int = Field(0, ge=0, le=1024, description="Compute threads; 0: one for each core.")

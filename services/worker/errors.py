@@ -4,7 +4,7 @@
     ├── Refused            the request cannot be served here; carries the gRPC status name
     ├── QueueFull          the queue is longer than the router's decision assumed (answered Stale)
     ├── ChildDied          the engine or the mover has ended, or has fallen silent
-    └── StartFailed        a child could not start; one line
+    └── StartFailed        a child could not start or a model not be loaded; one line
 
 `Refused.code` is the name of a gRPC status, the one table between domain and wire.
 """
@@ -34,4 +34,8 @@ class ChildDied(WorkerError):
 
 
 class StartFailed(WorkerError):
-    """A child process could not start."""
+    """A child process could not start, or a model could not be loaded. kind: the child's exception, where it told."""
+
+    def __init__(self, detail: str, kind: str = "") -> None:
+        super().__init__(detail)
+        self.kind = kind

@@ -53,6 +53,12 @@ class LoadBoard:
         self._mover_heard_s = 0.0
         self._watchers: set[Watcher] = set()
 
+    def reset(self) -> None:
+        """A new replica begins: nothing is known of it, and nobody watches it yet."""
+        self.load = None
+        self.ready = self.draining = False
+        self._watchers.clear()
+
     def publish(self, load: EngineLoad) -> None:
         """A load has come from the engine."""
         self.load = load

@@ -102,6 +102,30 @@ class PushTarget(Message, frozen=True):
     grpc_address: str
 
 
+class LoadProgress(Message, frozen=True):
+    """Bytes of weights that the engine has read, and all of them; sent while it loads."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class MemoryFigures(msgspec.Struct, frozen=True, array_like=True):
+    """The figures of model/memory.py's MemoryMap, derived ones included."""
+
+    device: str
+    total_bytes: int
+    weight_bytes: int
+    reserve_bytes: int
+    kv_bytes: int
+    block_bytes: int
+    num_blocks: int
+    kv_tokens: int
+    staging_bytes: int
+    max_context: int
+    largest_context: int
+    unused_bytes: int
+
+
 class EngineReady(Message, frozen=True):
     """The model is loaded and has produced a token through the model path. Rates are the self-benchmark's."""
 
@@ -119,12 +143,14 @@ class EngineReady(Message, frozen=True):
     block_shape: list[int]
     # Of the memory that the mover sees: num_blocks where that is the pool itself.
     transfer_slots: int
+    memory: MemoryFigures
 
 
 class EngineFailed(Message, frozen=True):
-    """The engine cannot start or cannot go on; one line."""
+    """The engine cannot start or cannot go on; one line. kind: the name of the exception."""
 
     detail: str
+    kind: str = ""
 
 
 class AdmittedRequest(Message, frozen=True):
@@ -238,6 +264,7 @@ FromFrontToEngine = Configure | Submit | Abort | DrainEngine | PushTarget
 FromEngineToFront = (
     EngineReady
     | EngineFailed
+    | LoadProgress
     | AdmittedRequest
     | StaleRequest
     | RequestFailed

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
@@ -22,7 +23,7 @@ from services.worker.children import Child, SharedParts, secret_environment, sta
 from services.worker.config import WorkerSettings
 from services.worker.engine.config import EngineConfig
 from services.worker.errors import StartFailed
-from services.worker.messages import Configure, EngineFailed, EngineReady, FromEngineToFront
+from services.worker.messages import Configure, EngineFailed, EngineReady, FromEngineToFront, LoadProgress
 from services.worker.mover_messages import FromMoverToFront, MoverReady
 
 _MOVER_TIMEOUT_S = 30.0
@@ -50,14 +51,15 @@ async def start_replica(
     worker_id: str,
     epoch: int,
     stack: AsyncExitStack,
+    progress: Callable[[LoadProgress], None],
 ) -> Replica:
-    """Start engine and mover. Raises StartFailed with one line."""
+    """Start engine and mover; progress: told how far the weights are read. Raises StartFailed with one line."""
     parts = SharedParts()
     stack.callback(parts.close)
     engine = await _start_engine(settings, source, parts, worker_id)
     stack.push_async_callback(engine.end)
     engine.link.send(Configure(secret.block_key))
-    engine_ready = await _first_message(engine, EngineReady, settings.start_timeout_s)
+    engine_ready = await _first_message(engine, EngineReady, settings.start_timeout_s, progress)
     mover = await _start_mover(settings, parts, engine_ready, worker_id, epoch)
     stack.push_async_callback(mover.end)
     mover_ready = await _first_message(mover, MoverReady, _MOVER_TIMEOUT_S)
@@ -189,7 +191,9 @@ async def _start_mover(
     )
 
 
-async def _first_message(child: Child, kind: type[T], timeout_s: float) -> T:
+async def _first_message(
+    child: Child, kind: type[T], timeout_s: float, progress: Callable[[LoadProgress], None] | None = None
+) -> T:
     """The message by which a child says that it is ready; what else it says before is not for us."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -198,7 +202,9 @@ async def _first_message(child: Child, kind: type[T], timeout_s: float) -> T:
                 if isinstance(message, kind):
                     return message
                 if isinstance(message, EngineFailed):
-                    raise StartFailed(message.detail)
+                    raise StartFailed(message.detail, message.kind)
+                if isinstance(message, LoadProgress) and progress is not None:
+                    progress(message)
     except TimeoutError:
         raise StartFailed(f"the {child.role} was not ready within {timeout_s:.0f} s") from None
     except ConnectionError:

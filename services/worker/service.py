@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 import grpc
@@ -32,43 +33,51 @@ _WatchContext = grpc.aio.ServicerContext[worker_pb2.WatchRequest, worker_pb2.Wor
 _DrainContext = grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse]
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A loaded model as calls see it. closing: set when it goes, which ends every Watch stream."""
+
+    front: Front
+    identity: worker_pb2.WorkerIdentity
+    closing: asyncio.Event
+
+
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Generate, Watch and Drain of one replica."""
+    """Generate, Watch and Drain of the replica that is attached; UNAVAILABLE while there is none."""
 
-    def __init__(
-        self,
-        front: Front,
-        identity: worker_pb2.WorkerIdentity,
-        *,
-        default_deadline_s: float,
-        drain: Callable[[], Awaitable[None]],
-    ) -> None:
+    def __init__(self, *, default_deadline_s: float, drain: Callable[[], Awaitable[None]]) -> None:
         """drain: stops admissions and turns readiness off."""
-        self._front = front
+        self._served: Served | None = None
         self._drain = drain
-        self._identity = identity
         self._default_deadline_s = default_deadline_s
-        self._closing = asyncio.Event()
 
-    def close(self) -> None:
-        """End every Watch stream."""
-        self._closing.set()
+    def attach(self, front: Front, identity: worker_pb2.WorkerIdentity) -> None:
+        """Serve this replica from now on."""
+        self._served = Served(front, identity, asyncio.Event())
+
+    def detach(self) -> None:
+        """Serve none, and end every Watch stream. Idempotent."""
+        served, self._served = self._served, None
+        if served is not None:
+            served.closing.set()
 
     async def Generate(
         self, request: worker_pb2.WorkerGenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
         """Run one attempt; see the protocol."""
+        served = await self._attached(context)
+        front = served.front
         remaining_s = context.time_remaining()
         deadline_s = self._default_deadline_s if remaining_s is None else remaining_s
         try:
-            stream = self._submit(request, deadline_s)
+            stream = _submit(served, request, deadline_s)
         except Refused as refusal:
-            self._front.metrics.ended(refusal.code.lower())
+            front.metrics.ended(refusal.code.lower())
             _log.info("request refused", code=refusal.code, detail=refusal.detail, **_names(request))
             await context.abort(grpc.StatusCode[refusal.code], refusal.detail)
         # A cancelled call may never come back to this generator; its end is what releases the request.
-        context.add_done_callback(lambda _: self._front.release(stream))  # type: ignore[arg-type]
-        exchange = _Exchange(request, stream, self._front, self._identity.worker_id)
+        context.add_done_callback(lambda _: front.release(stream))  # type: ignore[arg-type]
+        exchange = _Exchange(request, stream, front, served.identity.worker_id)
         try:
             async with asyncio.timeout(deadline_s + _DEADLINE_GRACE_S):
                 while not exchange.is_over:
@@ -78,7 +87,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             _log.error("the engine did not answer in time", **_names(request))
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the engine did not answer in time")
         finally:
-            self._front.release(stream)
+            front.release(stream)
         if exchange.failure is not None:
             await context.abort(grpc.StatusCode[exchange.failure.code], exchange.failure.detail)
 
@@ -86,10 +95,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.WatchRequest, context: _WatchContext
     ) -> AsyncIterator[worker_pb2.WorkerReport]:
         """Report until the watcher or the worker goes; silent while the engine is."""
-        board = self._front.board
+        served = await self._attached(context)
+        board = served.front.board
         with board.watch() as watcher:
-            yield worker_pb2.WorkerReport(identity=self._identity, load=load_proto(board))
-            while not self._closing.is_set():
+            yield worker_pb2.WorkerReport(identity=served.identity, load=load_proto(board))
+            while not served.closing.is_set():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_EVERY_S):
                         await watcher.wake.wait()
@@ -104,17 +114,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         await self._drain()
         return worker_pb2.DrainResponse()
 
-    def _submit(self, request: worker_pb2.WorkerGenerateRequest, deadline_s: float) -> RequestStream:
-        if request.model_digest != self._identity.model_digest:
-            raise Refused("FAILED_PRECONDITION", "this replica serves another model")
-        carrier: dict[str, str] = {}
-        propagate.inject(carrier)
-        return self._front.submit(
-            f"{request.request_id}/{request.attempt}",
-            lambda key: submit_message(
-                request, key=key, deadline_s=deadline_s, traceparent=carrier.get("traceparent", "")
-            ),
-        )
+    async def _attached(self, context: _GenerateContext | _WatchContext) -> Served:
+        if self._served is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no model is loaded")
+        assert self._served is not None
+        return self._served
+
+
+def _submit(served: Served, request: worker_pb2.WorkerGenerateRequest, deadline_s: float) -> RequestStream:
+    if request.model_digest != served.identity.model_digest:
+        raise Refused("FAILED_PRECONDITION", "this replica serves another model")
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return served.front.submit(
+        f"{request.request_id}/{request.attempt}",
+        lambda key: submit_message(request, key=key, deadline_s=deadline_s, traceparent=carrier.get("traceparent", "")),
+    )
 
 
 class _Exchange:

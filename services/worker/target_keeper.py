@@ -13,7 +13,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import metrics
 
-from services.common.registry import LocationRecord, RegistryWatcher
+from services.common.registry import LocationRecord, RegistryChange, RegistryWatcher
 from services.common.rpc import open_channel
 from services.worker.messages import PushTarget
 from services.worker.mover_messages import NodeFailing
@@ -35,7 +35,11 @@ class TargetKeeper:
         self._watcher = watcher
         self._targets = targets
         self._wake = asyncio.Event()
-        watcher.subscribe(lambda _: self._wake.set())
+        watcher.subscribe(self._changed)
+
+    def close(self) -> None:
+        """Follow the registry no longer. Idempotent."""
+        self._watcher.unsubscribe(self._changed)
 
     def failing(self, message: NodeFailing) -> None:
         """Pulls from or pushes to a node failed repeatedly."""
@@ -57,6 +61,9 @@ class TargetKeeper:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_EVERY_S):
                         await self._wake.wait()
+
+    def _changed(self, _: RegistryChange) -> None:
+        self._wake.set()
 
     async def _probe(self) -> None:
         while True:

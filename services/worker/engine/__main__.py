@@ -21,6 +21,7 @@ from services.worker.admission import SchedulerLimits
 from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.benchmark import measure
 from services.worker.engine.config import EngineConfig
+from services.worker.engine.load_progress import memory_figures
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.open import open_replica
 from services.worker.ipc import Link
@@ -51,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
         loop = _load(config, front, mover)
     except Exception as error:
         _log.exception("the engine cannot start")
-        front.send(EngineFailed(f"{type(error).__name__}: {error}".splitlines()[0]))
+        kind = type(error).__name__
+        front.send(EngineFailed(f"{kind}: {error}".splitlines()[0], kind))
         return 1
     try:
         loop.run()
@@ -67,7 +69,7 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     block_key = _receive_key(front)
-    opened = open_replica(config, threads)
+    opened = open_replica(config, threads, front.send)
     runner, spec = opened.runner, opened.runner.spec
     limits = _limits(config, spec)
     speed = measure(runner, num_blocks=spec.num_blocks, max_context=spec.max_context, vocab_size=spec.vocab_size)
@@ -88,6 +90,7 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
             decode_step_s=speed.decode_step_s,
             block_shape=list(spec.layout.block_shape),
             transfer_slots=opened.transfer_slots,
+            memory=memory_figures(spec.memory),
         )
     )
     links = LinkRates(spec.layout.block_bytes, config.pull_half_life_s)

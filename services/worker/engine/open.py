@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,8 @@ from typing import Protocol
 import torch
 
 from services.worker.engine.config import EngineConfig
+from services.worker.engine.load_progress import ProgressTeller
+from services.worker.messages import LoadProgress
 from services.worker.model.device.block_copier import PoolCopier
 from services.worker.model.device.timeline import CpuTimeline
 from services.worker.model.kv_pool import KvPool
@@ -45,10 +48,14 @@ class OpenReplica:
     transfer_slots: int
 
 
-def open_replica(config: EngineConfig, threads: int) -> OpenReplica:
-    """Size and map the memory, load the model. Raises ModelError, ValueError, or OSError."""
+def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgress], None]) -> OpenReplica:
+    """Size and map the memory, load the model. tell: how far that is, from any thread.
+
+    Raises ModelError, ValueError, or OSError.
+    """
     path = Path(config.model_path)
-    model = open_model(path).config
+    files = open_model(path)
+    model = files.config
     context = min(config.max_context or model.max_positions, model.max_positions)
     layout = kv_layout(model, config.dtype)
     num_blocks = config.num_blocks or layout.num_blocks(config.kv_cache_bytes or DEFAULT_POOL_BYTES)
@@ -63,6 +70,7 @@ def open_replica(config: EngineConfig, threads: int) -> OpenReplica:
         num_threads=threads,
         served_context=context,
         max_step_tokens=config.step_token_budget,
+        progress=ProgressTeller(files.size, tell).add,
     )
     if not config.staging_bytes:
         return OpenReplica(runner, SharedTransfers(), num_blocks)

@@ -1,0 +1,1 @@
+"""How a worker comes by a model: local cache, peers, shared storage; and how it serves others from its cache."""
