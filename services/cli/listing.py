@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+from services.cli.load_progress import load_progress
 from services.cli.plan import ProcessSpec
 from services.cli.probes import are_ready
 from services.cli.state import StateDir
@@ -16,10 +18,14 @@ async def list_processes(state: StateDir) -> list[dict[str, Any]]:
     """Entries in the order of starting. Raises NotRunningError."""
     entries: list[dict[str, Any]] = state.snapshot()["processes"]
     ready = await are_ready([_spec(entry) for entry in entries if entry["pid"]], redis_password(state))
+    starting = [one for one in entries if one["kind"] == "worker" and one["pid"] and not ready[one["name"]]]
+    told = await asyncio.gather(*(load_progress(entry["metrics"]) for entry in starting))
+    progress = {entry["name"]: line for entry, line in zip(starting, told, strict=True) if line}
     return [
         {
             **{key: entry[key] for key in ("name", "kind", "pid", "address", "metrics")},
             "ready": ready.get(entry["name"], False),
+            **({"progress": progress[entry["name"]]} if entry["name"] in progress else {}),
             "children": _children(state.ready_file(entry["name"]), entry["pid"]),
         }
         for entry in entries

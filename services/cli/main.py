@@ -10,6 +10,7 @@ from deploy.envoy.settings import EnvoyConfigurationError
 from services.cli.commands import service
 from services.cli.commands.chat import chat
 from services.cli.commands.ctl import ctl
+from services.cli.commands.ctl_workers import load, memory, unload
 from services.cli.commands.doctor import doctor
 from services.cli.commands.kv import kv
 from services.cli.commands.models import models
@@ -32,6 +33,8 @@ app.command()(logs)
 app.command()(chat)
 app.command()(doctor)
 ctl.add_typer(kv, name="kv")
+for command in (memory, load, unload):
+    ctl.command()(command)
 app.add_typer(ctl, name="ctl")
 app.add_typer(models, name="models")
 for command in (service.bench, service.gateway, service.router, service.kvstore, service.worker):

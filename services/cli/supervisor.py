@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from services.cli.child import Child
 from services.cli.errors import StartError
+from services.cli.load_progress import load_progress
 from services.cli.logs import rotate
 from services.cli.plan import STOP_ORDER, MeshPlan, ProcessSpec
 from services.cli.probes import PROBE_TIMEOUT_S, http_exchange, http_status
@@ -26,6 +27,7 @@ UNSERVED_STOP_DEADLINE_S = 2.0
 _DRAIN_DEADLINE_S = 10.0
 _ROTATE_INTERVAL_S = 5.0
 _POLL_S = 0.1
+_PROGRESS_INTERVAL_S = 3.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -74,7 +76,13 @@ class Supervisor:
 
     async def _wait_ready(self, child: Child) -> None:
         start = time.monotonic()
-        await child.ready.wait()
+        while not child.ready.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PROGRESS_INTERVAL_S):
+                    await child.ready.wait()
+            progress = await load_progress(child.spec.metrics) if child.spec.kind == "worker" else ""
+            if progress and not child.ready.is_set():
+                self._report(f"{child.spec.name}: {progress}")
         self._report(f"{child.spec.name} is ready on {child.spec.address} ({time.monotonic() - start:.1f} s)")
 
     async def _wait_served(self) -> None:

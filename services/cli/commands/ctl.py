@@ -28,7 +28,7 @@ SecretOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-ctl = typer.Typer(no_args_is_help=True, help="Ask the router what it knows.")
+ctl = typer.Typer(no_args_is_help=True, help="Ask services what they know; load and unload models.")
 
 
 @ctl.command()

@@ -55,6 +55,6 @@ def _table(processes: list[dict[str, Any]]) -> Table:
         table.add_column(column)
     for one in processes:
         children = " ".join(f"{child['role']}:{child['pid']}" for child in one["children"])
-        ready = "[green]yes[/]" if one["ready"] else "[red]no[/]"
+        ready = "[green]yes[/]" if one["ready"] else f"[red]{one.get('progress', 'no')}[/]"
         table.add_row(one["name"], str(one["pid"] or "-"), ready, one["address"], one["metrics"], children)
     return table

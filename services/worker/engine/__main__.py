@@ -27,6 +27,7 @@ from services.worker.engine.open import open_replica
 from services.worker.ipc import Link
 from services.worker.link_rates import LinkRates
 from services.worker.messages import Configure, EngineFailed, EngineReady, FromFrontToEngine, Message
+from services.worker.model.errors import ModelError
 from services.worker.model.runner import RunnerSpec
 from services.worker.mover_messages import FromMoverToEngine
 from services.worker.rates import Rates
@@ -51,8 +52,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         loop = _load(config, front, mover)
     except Exception as error:
-        _log.exception("the engine cannot start")
         kind = type(error).__name__
+        # What is wrong with a model is said in its one line.
+        told = _log.error if isinstance(error, ModelError) else _log.exception
+        told("the engine cannot start", reason=str(error), kind=kind)
         front.send(EngineFailed(f"{kind}: {error}".splitlines()[0], kind))
         return 1
     try:
