@@ -11,8 +11,9 @@ from pathlib import Path
 
 from services.worker.model.config import ModelConfig
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
-from services.worker.model.hf_families import FAMILIES, Family, head_dim_of
+from services.worker.model.hf_families import FAMILIES, Family
 from services.worker.model.hf_fields import Fields, boolean, integer, number, shown
+from services.worker.model.hf_parts import head_dim_of
 from services.worker.model.rope import extended_positions
 
 _READ = frozenset(
@@ -37,7 +38,7 @@ _READ = frozenset(
 )
 # Of no family is anything else implemented; an absent field means the same.
 _ONLY: dict[str, tuple[object, ...]] = {"is_encoder_decoder": (False,), "add_cross_attention": (False,)}
-# Training, special tokens, bookkeeping of tools: nothing that the forward pass depends on.
+# Training, special tokens, sampling, bookkeeping of tools: nothing that the forward pass depends on.
 _IGNORED = frozenset(
     (
         "_name_or_path",
@@ -65,6 +66,14 @@ _IGNORED = frozenset(
         "is_decoder",
         "auto_map",
         "cache_implementation",
+        "tokenizer_class",
+        "_attn_implementation_autoset",
+        "do_sample",
+        "max_length",
+        "temperature",
+        "top_k",
+        "top_p",
+        "repetition_penalty",
     )
 )
 

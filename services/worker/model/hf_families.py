@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from services.worker.model.config import MoeConfig
-from services.worker.model.errors import UnsupportedModel
-from services.worker.model.hf_fields import Fields, boolean, integer, number, shown
-from services.worker.model.hf_rope import FULL, SLIDING, gemma3_ropes, parse_rope, phi3_rope, whole_heads
-
-Parts = dict[str, Any]
+from services.worker.model import hf_parts
+from services.worker.model.hf_fields import Fields
+from services.worker.model.hf_parts import Parts
 
 
 @dataclass(frozen=True)
@@ -28,128 +24,6 @@ class Family:
     reads: frozenset[str] = frozenset()
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
-
-
-def head_dim_of(fields: Fields) -> int:
-    """Stated, or the hidden size shared among the heads."""
-    heads = integer(fields, "num_attention_heads")
-    return integer(fields, "head_dim", integer(fields, "hidden_size") // max(heads, 1))
-
-
-def _plain_rope(fields: Fields, head_dim: int) -> Parts:
-    return {"rope": whole_heads(parse_rope(fields, head_dim), head_dim), "attention_scale": head_dim**-0.5}
-
-
-def _biases(fields: Fields) -> Parts:
-    bias = boolean(fields, "attention_bias")
-    return {"qkv_bias": bias, "output_bias": bias}
-
-
-def _same_window(fields: Fields) -> Parts:
-    """One window for all layers; null: none."""
-    window = integer(fields, "sliding_window", 0)
-    return {"windows": (window,) * integer(fields, "num_hidden_layers")} if window else {}
-
-
-def _layer_windows(fields: Fields, sliding: list[bool]) -> Parts:
-    """A window on the layers that slide; `layer_types` comes first where it is given."""
-    types = fields.get("layer_types")
-    if types is not None:
-        for name in types if isinstance(types, list) else [types]:
-            if name not in (FULL, SLIDING):
-                raise UnsupportedModel(f"config field layer_types: {shown(name)} is not supported")
-        sliding = [name == SLIDING for name in types]
-    if not any(sliding):
-        return {}
-    window = integer(fields, "sliding_window")
-    return {"windows": tuple(window if slides else 0 for slides in sliding)}
-
-
-def _qwen_windows(fields: Fields) -> Parts:
-    """Layers from max_window_layers on slide, where sliding is in use at all."""
-    if not boolean(fields, "use_sliding_window") or fields.get("sliding_window") is None:
-        return {}
-    first = integer(fields, "max_window_layers")
-    return _layer_windows(fields, [layer >= first for layer in range(integer(fields, "num_hidden_layers"))])
-
-
-def _llama(fields: Fields, head_dim: int) -> Parts:
-    return {**_plain_rope(fields, head_dim), **_biases(fields)}
-
-
-def _mistral(fields: Fields, head_dim: int) -> Parts:
-    return {**_plain_rope(fields, head_dim), **_same_window(fields)}
-
-
-def _qwen2(fields: Fields, head_dim: int) -> Parts:
-    return {**_plain_rope(fields, head_dim), **_qwen_windows(fields), "qkv_bias": True}
-
-
-def _qwen3(fields: Fields, head_dim: int) -> Parts:
-    return {**_plain_rope(fields, head_dim), **_biases(fields), **_qwen_windows(fields), "qk_norm": True}
-
-
-def _qwen3_moe(fields: Fields, head_dim: int) -> Parts:
-    layers, count = integer(fields, "num_hidden_layers"), _num_experts(fields)
-    step, dense = integer(fields, "decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
-    moe = MoeConfig(
-        num_experts=count,
-        experts_per_token=integer(fields, "num_experts_per_tok"),
-        intermediate_size=integer(fields, "moe_intermediate_size"),
-        renormalise=boolean(fields, "norm_topk_prob"),
-        sparse=tuple(layer not in dense and count > 0 and (layer + 1) % step == 0 for layer in range(layers)),
-    )
-    return {**_plain_rope(fields, head_dim), **_biases(fields), "qk_norm": True, "moe": moe}
-
-
-def _num_experts(fields: Fields) -> int:
-    """transformers 5 writes the one name where older files have the other."""
-    name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
-    return integer(fields, name)
-
-
-def _mixtral(fields: Fields, head_dim: int) -> Parts:
-    moe = MoeConfig(
-        num_experts=_num_experts(fields),
-        experts_per_token=integer(fields, "num_experts_per_tok"),
-        intermediate_size=integer(fields, "intermediate_size"),
-        renormalise=True,
-        sparse=(True,) * integer(fields, "num_hidden_layers"),
-    )
-    return {**_plain_rope(fields, head_dim), **_same_window(fields), "moe": moe}
-
-
-def _phi3(fields: Fields, head_dim: int) -> Parts:
-    rope = phi3_rope(fields, head_dim)
-    if rope.scaling is not None and rope.scaling.kind != "longrope":
-        raise UnsupportedModel(f"rope scaling {rope.scaling.kind!r}: only longrope is supported for Phi-3")
-    return {"rope": rope, "attention_scale": head_dim**-0.5, **_same_window(fields)}
-
-
-def _gemma(fields: Fields) -> Parts:
-    return {
-        **_biases(fields),
-        "attention_scale": number(fields, "query_pre_attn_scalar") ** -0.5,
-        "activation": "gelu_tanh",
-        "post_norms": True,
-        "embedding_scale": integer(fields, "hidden_size") ** 0.5,
-        "attention_softcap": number(fields, "attn_logit_softcapping", 0.0),
-        "logit_softcap": number(fields, "final_logit_softcapping", 0.0),
-    }
-
-
-def _gemma2(fields: Fields, head_dim: int) -> Parts:
-    sliding = [layer % 2 == 0 for layer in range(integer(fields, "num_hidden_layers"))]
-    rope = whole_heads(parse_rope(fields, head_dim), head_dim)
-    return {**_gemma(fields), **_layer_windows(fields, sliding), "rope": rope}
-
-
-def _gemma3(fields: Fields, head_dim: int) -> Parts:
-    pattern = integer(fields, "sliding_window_pattern", integer(fields, "_sliding_window_pattern", 6))
-    sliding = [(layer + 1) % pattern != 0 for layer in range(integer(fields, "num_hidden_layers"))]
-    rope, local = (whole_heads(one, head_dim) for one in gemma3_ropes(fields, head_dim))
-    windows = _layer_windows(fields, sliding)
-    return {**_gemma(fields), **windows, "rope": rope, "rope_local": local if windows else None, "qk_norm": True}
 
 
 _SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
@@ -199,7 +73,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         "llama",
         "LlamaForCausalLM",
-        _llama,
+        hf_parts.llama,
         reads=frozenset(("attention_bias",)),
         only={**_SILU, "pretraining_tp": (1,), "mlp_bias": (False,), "rope_interleaved": (False,)},
         defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
@@ -207,7 +81,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(
         "mistral",
         "MistralForCausalLM",
-        _mistral,
+        hf_parts.mistral,
         reads=frozenset(("sliding_window",)),
         only=_SILU,
         defaults={
@@ -220,7 +94,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        _qwen2,
+        hf_parts.qwen2,
         reads=_QWEN_WINDOW,
         only=_SILU,
         defaults={
@@ -233,7 +107,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        _qwen3,
+        hf_parts.qwen3,
         reads=_QWEN_WINDOW | {"attention_bias"},
         only=_SILU,
         defaults={
@@ -247,7 +121,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        _qwen3_moe,
+        hf_parts.qwen3_moe,
         reads=_MOE_READS
         | {
             "attention_bias",
@@ -264,7 +138,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "mixtral",
         "MixtralForCausalLM",
-        _mixtral,
+        hf_parts.mixtral,
         reads=_MOE_READS | {"sliding_window"},
         only=_SILU,
         defaults={
@@ -279,11 +153,17 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         "phi3",
         "Phi3ForCausalLM",
-        _phi3,
+        hf_parts.phi3,
         reads=frozenset(
             ("sliding_window", "original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop", "embd_pdrop")
         ),
-        only={**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
+        only={
+            **_SILU,
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "full_attn_mod": (1,),
+            "interpolate_factor": (1,),
+        },
         defaults={
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 4096,
@@ -293,7 +173,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        _gemma2,
+        hf_parts.gemma2,
         reads=_GEMMA_READS,
         only=_GEMMA_ONLY,
         defaults={
@@ -307,7 +187,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "gemma3",
         "Gemma3ForCausalLM",
-        _gemma3,
+        hf_parts.gemma3,
         reads=_GEMMA_READS | {"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"},
         only=_GEMMA_ONLY,
         defaults={**_GEMMA_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072},

@@ -41,6 +41,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3", {"rope_scaling": {**LONG, "short_factor": [1.0] * 3}}, "factors: 3 instead of 8"),
     ("phi3", {"rope_scaling": LONG}, "short_factor = None"),
     ("phi3", {"rope_scaling": {**LONG, "short_factor": [1.0] * 8, "short_mscale": 1.1}}, "short_mscale = 1.1"),
+    ("phi3", {"full_attn_mod": 2}, "full_attn_mod = 2"),
     ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
     ("gemma3_text", {"rope_parameters": {"full_attention": {}, "chunked_attention": {}}}, "chunked_attention"),
