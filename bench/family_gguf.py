@@ -1,4 +1,4 @@
-"""Write a family's small model as a GGUF file in float32, by the conventions of llama.cpp's converter.
+"""Write a family's small model as a GGUF file, by the conventions of llama.cpp's converter.
 
 Written from those conventions and not from this repository's reader, so that one checks the other.
 """
@@ -49,8 +49,11 @@ _GEMMA = {
 }
 
 
-def write_gguf(model: Any, path: Path) -> Path:
-    """Write a transformers model of one of the families; returns the path."""
+def write_gguf(model: Any, path: Path, *, quantisation: gguf.GGMLQuantizationType | None = None) -> Path:
+    """Write a transformers model of one of the families; returns the path.
+
+    quantisation: of all tensors with rows that it can hold; None: float32.
+    """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
@@ -58,7 +61,11 @@ def write_gguf(model: Any, path: Path) -> Path:
     _write_rope(writer, config)
     _write_special(writer, config, architecture)
     for name, tensor in _tensors(model, config, architecture):
-        writer.add_tensor(name, np.ascontiguousarray(tensor.detach().float().numpy()))
+        values = np.ascontiguousarray(tensor.detach().float().numpy())
+        if quantisation is None or values.ndim == 1 or values.shape[-1] % gguf.GGML_QUANT_SIZES[quantisation][0]:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, quantisation), raw_dtype=quantisation)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -66,6 +66,10 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
     architecture = _ARCHITECTURES.get(stated) if isinstance(stated, str) else None
     if architecture is None:
         raise UnsupportedModel(f"architecture {stated!r}: of GGUF files {', '.join(_ARCHITECTURES)} are supported")
+    if file.metadata.get("split.count", 1) > 1:
+        raise UnsupportedModel(
+            f"GGUF field split.count = {file.metadata['split.count']}: only whole files are supported"
+        )
     fields = GgufFields(file, str(stated))
     fields.refuse_unknown(_READ | _IGNORED | architecture.reads)
     heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")

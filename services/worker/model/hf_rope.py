@@ -21,10 +21,21 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def parse_rope(fields: Fields, head_dim: int, parameters: Fields | None = None) -> RopeConfig:
     """The rotary embedding of all layers, or the one that `parameters` describe. Raises UnsupportedModel."""
     if parameters is None:
-        parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+        parameters = _parameters(fields)
     theta = number(parameters, "rope_theta", number(fields, "rope_theta", DEFAULT_THETA))
     partial = number(parameters, "partial_rotary_factor", number(fields, "partial_rotary_factor", 1.0))
     return RopeConfig(theta, int(head_dim * partial), _scaling(fields, parameters))
+
+
+def _parameters(fields: Fields) -> Fields:
+    """Those of transformers 5 or those before; a file with both may mean either."""
+    new, old = fields.get("rope_parameters"), fields.get("rope_scaling")
+    if new and old:
+        raise UnsupportedModel(f"config field rope_scaling = {shown(old)}: not supported beside rope_parameters")
+    parameters: object = new or old or {}
+    if not isinstance(parameters, dict):
+        raise UnsupportedModel(f"rope parameters {shown(parameters)}: an object is needed")
+    return parameters
 
 
 def _scaling(fields: Fields, parameters: Fields) -> RopeScaling | None:
@@ -136,7 +147,7 @@ _SCALINGS: dict[str, tuple[frozenset[str], Callable[[Fields, Fields], RopeScalin
 
 def phi3_rope(fields: Fields, head_dim: int) -> RopeConfig:
     """Phi-3 names its only scaling longrope, and named it su or yarn before."""
-    parameters = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    parameters = dict(_parameters(fields))
     kind = parameters.pop("type", None) or parameters.get("rope_type")
     parameters["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
     return parse_rope(fields, head_dim, parameters)
@@ -144,14 +155,14 @@ def phi3_rope(fields: Fields, head_dim: int) -> RopeConfig:
 
 def gemma3_ropes(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Of layers that see everything, and of those with a window."""
-    nested = fields.get("rope_parameters") or {}
+    nested = _parameters(fields)
     if FULL in nested or SLIDING in nested:
         for name in sorted(nested.keys() - {FULL, SLIDING}):
             raise UnsupportedModel(f"rope field {name} = {shown(nested[name])} is not supported")
         full = {"rope_theta": 1e6, **(nested.get(FULL) or {})}
         local = {"rope_theta": 1e4, **(nested.get(SLIDING) or {})}
         return parse_rope(fields, head_dim, full), parse_rope(fields, head_dim, local)
-    full = {"rope_theta": number(fields, "rope_theta", 1e6), **(nested or fields.get("rope_scaling") or {})}
+    full = {"rope_theta": number(fields, "rope_theta", 1e6), **nested}
     local_theta = number(fields, "rope_local_base_freq", 1e4)
     return parse_rope(fields, head_dim, full), parse_rope(fields, head_dim, {"rope_theta": local_theta})
 

@@ -88,6 +88,17 @@ def test_unsupported(tmp_path: Path, arch: str, changes: dict[str, Any], message
         open_model(path)
 
 
+def test_one_part_of_several_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00002.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match=r"split\.count = 2"):
+        open_model(path)
+
+
 def test_not_gguf_or_cut_short(tmp_path: Path) -> None:
     whole = write(tmp_path / "m.gguf", EMBEDDING).read_bytes()
     for content in (b"", b"GGUF", b"nonsense" * 10, whole[:200], whole[:-700]):

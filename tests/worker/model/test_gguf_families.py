@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -31,10 +32,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
 
 
 def check(model: torch.nn.Module, path: Path) -> None:
+    """path: the model's GGUF file."""
     tokens = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]
-    with loaded(write_gguf(model, path), "float32", num_blocks=10, context=256, compiled=False) as runner:
+    with loaded(path, "float32", num_blocks=10, context=256, compiled=False) as runner:
         logits = run(runner, Chunk(tokens, 0, list(range(10))))
     errors = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.max().item() < MAX_ERROR
@@ -42,11 +44,28 @@ def check(model: torch.nn.Module, path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_family(tmp_path: Path, name: str) -> None:
-    check(make_model(name, **CHANGES.get(name, {})), tmp_path / "model.gguf")
+    model = make_model(name, **CHANGES.get(name, {}))
+    check(model, write_gguf(model, tmp_path / "model.gguf"))
 
 
 def test_yarn(tmp_path: Path) -> None:
-    check(make_model("qwen3", rope_parameters=YARN), tmp_path / "model.gguf")
+    model = make_model("qwen3", rope_parameters=YARN)
+    check(model, write_gguf(model, tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("name", ["llama2", "mixtral", "phi3"])
+def test_quantised(tmp_path: Path, name: str) -> None:
+    """Rows of stacked experts and of joined projections too."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+    model: Any = make_model(name, **CHANGES.get(name, {}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                rounded = gguf.quants.dequantize(gguf.quants.quantize(parameter.numpy(), kind), kind)
+                parameter.copy_(torch.from_numpy(rounded).view_as(parameter))
+    path = write_gguf(model, tmp_path / "model.gguf", quantisation=kind)
+    assert read_gguf(path).weight_format == "gguf:Q8_0"
+    check(model, path)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"])

@@ -54,6 +54,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("llama", {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor = None"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "linear", "factor": 2}},
+        "rope_scaling =",
+    ),
+    ("llama", {"rope_scaling": "linear"}, "rope parameters 'linear'"),
     ("llama", {"attn_temperature_tuning": True}, "attn_temperature_tuning = True"),
     ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers"),
     ("llama", {"num_key_value_heads": True}, "num_key_value_heads = True"),
