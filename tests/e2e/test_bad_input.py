@@ -96,6 +96,21 @@ def test_large_body_within_the_limit_is_a_context_error(mesh: Mesh) -> None:
     assert answer["error"]["code"] == "context_length_exceeded"
 
 
+def test_more_than_the_memory_map_s_largest_context(mesh: Mesh) -> None:
+    """What `kvmesh ctl memory` calls the largest context is what is admitted, and not a token more."""
+    workers = json.loads(mesh.kvmesh("ctl", "memory", "--json").stdout)
+    assert len(workers) == 2
+    largest = int(workers[0]["memory"]["largest_context"])
+    body = json.dumps({"model": MODEL, "prompt": [5] * largest, "max_tokens": 1}).encode()
+    status, answer = post(mesh, body, "/v1/completions")
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert str(largest) in answer["error"]["message"]
+    for worker in workers:
+        memory = {name: int(value) for name, value in worker["memory"].items() if name != "device"}
+        assert memory["kv_bytes"] == memory["num_blocks"] * memory["block_bytes"]
+        assert largest == min(memory["max_context"], memory["kv_tokens"])
+
+
 def test_token_id_beyond_the_vocabulary(mesh: Mesh) -> None:
     body = json.dumps({"model": MODEL, "prompt": [1, 10**6], "max_tokens": 2}).encode()
     status, answer = post(mesh, body, "/v1/completions")
