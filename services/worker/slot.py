@@ -127,6 +127,7 @@ class ModelSlot:
             self.replica = replica
             self._serving = Serving(self._around, replica)
             self.phase = Phase.READY
+            self.log.clear()
             ending = asyncio.create_task(self._note_draining())
             try:
                 await self._serving.run_until(self._end)

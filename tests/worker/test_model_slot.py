@@ -17,6 +17,7 @@ import pytest
 from kvmesh.v1 import worker_control_pb2 as pb
 from kvmesh.v1 import worker_control_pb2_grpc
 
+from services.cli.load_progress import load_progress
 from services.common.artifacts.manifest import make_manifest, write_manifest
 from services.common.redis_client import connect_redis
 from services.common.registry import read_registry
@@ -183,6 +184,8 @@ async def test_unloading_while_it_loads(tmp_path: Path, model: Path, valkey: Val
     async with idle_worker(tmp_path, valkey.url) as worker:
         assert worker.ctl("load", str(model), "--wait-s", "0").returncode == 0
         assert (await worker.status()).phase in (pb.WORKER_PHASE_COPYING, pb.WORKER_PHASE_LOADING)
+        assert (await load_progress(worker.told["metrics"])).startswith(("copying", "loading"))
         assert worker.ctl("unload").stdout == "w: idle\n"
         assert (await worker.status()).error == ""
         assert worker.ctl("load", str(model)).returncode == 0
+        assert await load_progress(worker.told["metrics"]) == "", "nothing is on its way any more"
