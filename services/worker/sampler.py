@@ -144,7 +144,7 @@ def _nucleus_edge(weights: Doubles, top_p: float) -> float:
     """
     total = weights.sum()
     target, above = top_p * total, 0.0
-    candidates = weights[weights > (1 - top_p) * total / len(weights)]
+    candidates = weights[weights >= (1 - top_p) * total / len(weights)]
     while len(candidates) > _SORTED_CANDIDATES:
         upper = candidates >= candidates.mean()
         if upper.all():

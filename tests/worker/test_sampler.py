@@ -123,6 +123,13 @@ def test_equal_logits_all_stay() -> None:
     assert len(set(draw_tokens(torch.zeros(50, 1000), rows).tokens)) > 40
 
 
+@pytest.mark.parametrize("top_p", [1e-17, 0.0])
+def test_a_nucleus_too_small_to_be_told_from_none_holds_the_highest(top_p: float) -> None:
+    logits = torch.tensor([[0.5, 3.0, 1.0]])
+    for sampling in (Sampling(top_p=top_p), Sampling(top_p=top_p, top_k=1)):
+        assert draw_tokens(logits, [row(sampling)]).tokens == [1]
+
+
 def test_draws_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     rows = [row(Sampling(seed=7), position=i) for i in range(4000)]
