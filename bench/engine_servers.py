@@ -23,7 +23,8 @@ from urllib.request import urlopen
 
 from services.common.models import DEFAULT_MODEL, resolve_model
 
-_START_TIMEOUT_S = 420.0
+# vLLM compiles for minutes at its first start.
+_START_TIMEOUT_S = 900.0
 _STOP_TIMEOUT_S = 20.0
 _POLL_S = 0.25
 # Found on Debian; the allocator that vLLM's documentation asks for.

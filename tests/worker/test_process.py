@@ -180,21 +180,6 @@ async def _deadlines(worker: WorkerProcess) -> None:
     await worker.wait_idle(within_s=3)
 
 
-async def test_chunks_batches_and_preemption_do_not_change_the_text(tmp_path: Path, valkey: Valkey) -> None:
-    prompts = [prompt(90 + 7 * i, 40 + i) for i in range(6)]
-    async with running_worker(tmp_path / "plain", valkey.url, "--prefix-cache", "false") as worker:
-        expected = [(await worker.generate(tokens, 24)).tokens for tokens in prompts]
-        assert (await worker.generate(prompts[0], 24)).cached == 0
-    flags = ("--num-blocks", "17", "--step-token-budget", "33", "--max-queue-s", "100")
-    async with running_worker(tmp_path / "small", valkey.url, *flags) as worker:
-        assert worker.identity.context_length == 17 * 16, "no more than the pool holds is offered"
-        answers = await asyncio.gather(*(worker.generate(tokens, 24) for tokens in prompts))
-        assert [answer.tokens for answer in answers] == expected
-        await worker.wait_idle()
-        worker.process.kill()
-        await eventually(lambda: not any(Path(f"/proc/{worker.child(role)}").exists() for role in ("engine", "mover")))
-
-
 async def _watch_reports_load_and_names(worker: WorkerProcess) -> None:
     call = worker.watch()
     first = await call.read()
