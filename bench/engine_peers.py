@@ -184,7 +184,8 @@ def _start(options: Options, folder: Path, end_tokens: Sequence[int], stack: Asy
     ports = free_ports("127.0.0.1")
     starts: list[contextlib.AbstractContextManager[Server]] = [mesh(folder, next(ports), options.mesh_flags)]
     if options.int8 is not None:
-        starts.append(mesh(folder, next(ports), (*options.mesh_flags, *options.int8), weights="INT8"))
+        flags = (*options.mesh_flags, *options.int8)
+        starts.append(mesh(folder, next(ports), flags, name="kvmesh INT8", weights="INT8"))
     if options.vllm is not None:
         model = options.vllm_model or folder / "model"
         if not (model / "config.json").exists():

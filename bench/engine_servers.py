@@ -49,16 +49,23 @@ class Server:
 
 
 @contextlib.contextmanager
-def mesh(folder: Path, port: int, flags: Sequence[str] = (), *, weights: str = "BF16") -> Iterator[Server]:
+def mesh(
+    folder: Path,
+    port: int,
+    flags: Sequence[str] = (),
+    *,
+    name: str = "kvmesh",
+    weights: str = "BF16",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
     """A local mesh with one worker, state below `folder`."""
-    state = folder / f"mesh-{weights.lower()}"
-    _kvmesh(state, "up", "--detach", "--http-port", str(port), *flags)
+    state = folder / name.replace(" ", "-")
+    _kvmesh(state, "up", "--detach", "--http-port", str(port), *flags, environment=environment)
     try:
         processes = json.loads(_kvmesh(state, "ps", "--json"))
         pids = [process["pid"] for process in processes]
         pids += [child["pid"] for process in processes for child in process["children"]]
         arithmetic = f"{weights} weights, BF16 KV, exact"
-        name = "kvmesh" if weights == "BF16" else f"kvmesh {weights}"
         yield Server(name, arithmetic, f"http://127.0.0.1:{port}", tuple(pids))
     finally:
         _kvmesh(state, "down")
@@ -152,6 +159,10 @@ def _tcmalloc() -> list[str]:
     return [first for first in [next(found, "")] if first]
 
 
-def _kvmesh(state: Path, *arguments: str) -> str:
+def _kvmesh(state: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
     command = [sys.executable, "-m", "services.cli", *arguments, "--state", str(state)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=_START_TIMEOUT_S).stdout
+    everything = {**os.environ, **(environment or {})}
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, timeout=_START_TIMEOUT_S, env=everything
+    )
+    return done.stdout
