@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import linear
 from kernels.cpu import build, library
+from kernels.cpu.packing import pack_linear
+from kernels.cpu.structs import linear_struct
 from kernels.paged_attention import paged_attention
 
 from .batches import make_batch, make_pool
@@ -67,8 +68,8 @@ def test_the_portable_form_computes_the_same(tmp_path: Path, monkeypatch: pytest
     assert library.instruction_set() == "portable"
     batch = make_batch([(1, 70), (20, 40), (1, 600)], 50)
     weight, x = torch.randn(48, 64).bfloat16(), torch.randn(7, 64).bfloat16()
-    packed, out = linear.pack_weight(weight), torch.empty(7, 48)
-    library.linear(x, library.linear_struct(packed, 48, 64), library.Epilogue.STORE, out, num_threads=2)
+    packed, out = pack_linear(weight), torch.empty(7, 48)
+    library.linear(x, linear_struct(packed), library.Epilogue.STORE, out, num_threads=2)
     torch.testing.assert_close(out, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 8e-3)):
         pool = make_pool(batch, (3, 1, 64), 50, dtype)

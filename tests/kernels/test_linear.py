@@ -8,6 +8,8 @@ import torch
 from kernels import linear as reference
 from kernels.cpu import library
 from kernels.cpu.library import Epilogue
+from kernels.cpu.packing import pack_linear
+from kernels.cpu.structs import linear_struct
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 2, 3, 5, 11, 12, 13, 24, 25, 64, 301]
@@ -16,9 +18,8 @@ SHAPES = [(32, 16), (48, 64), (960, 576), (33, 30), (576, 1536)]
 
 def native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, threads: int = 2) -> torch.Tensor:
     out = torch.full((len(x), len(weight)), torch.nan)
-    packed = reference.pack_weight(weight)
-    layer = library.linear_struct(packed, weight.shape[0], weight.shape[1], bias)
-    library.linear(x, layer, Epilogue.STORE, out, num_threads=threads)
+    packed = pack_linear(weight, bias)
+    library.linear(x, linear_struct(packed), Epilogue.STORE, out, num_threads=threads)
     return out
 
 
@@ -38,8 +39,8 @@ def test_add(n: int, dtype: torch.dtype) -> None:
     weight, x = torch.randn(n, 64).to(dtype), torch.randn(9, 64).to(dtype)
     residual = torch.randn(9, n)
     out = residual.clone()
-    packed = reference.pack_weight(weight)
-    library.linear(x, library.linear_struct(packed, n, 64), Epilogue.ADD, out, num_threads=2)
+    packed = pack_linear(weight)
+    library.linear(x, linear_struct(packed), Epilogue.ADD, out, num_threads=2)
     torch.testing.assert_close(out, residual + x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
 
 
@@ -48,8 +49,8 @@ def test_add(n: int, dtype: torch.dtype) -> None:
 def test_silu_mul(n: int, dtype: torch.dtype) -> None:
     gate, up, x = torch.randn(n, 64).to(dtype), torch.randn(n, 64).to(dtype), torch.randn(14, 64).to(dtype) * 4
     out = torch.full((14, n), torch.nan, dtype=dtype)
-    packed = reference.pack_weight(reference.interleave_gate_up(gate, up))
-    library.linear(x, library.linear_struct(packed, 2 * n, 64), Epilogue.SILU_MUL, out, num_threads=2)
+    packed = pack_linear(reference.interleave_gate_up(gate, up))
+    library.linear(x, linear_struct(packed), Epilogue.SILU_MUL, out, num_threads=2)
     expected = reference.silu_mul(x.float() @ gate.float().T, x.float() @ up.float().T)
     tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-5
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)

@@ -7,6 +7,12 @@
 // From this many rows on, a second thread saves more than waking it costs (about 2 microseconds a region).
 constexpr int kRowsForThreads = 8;
 
+KVM_INLINE float rms_scale(const float* in, int width, float eps) {
+    f32x16 squares = {};
+    for (int i = 0; i < width; i += kLanes) squares = mul_add(load(in + i), load(in + i), squares);
+    return 1.0f / __builtin_sqrtf(sum_of(squares) / width + eps);
+}
+
 // out[row] = x[from(row)] / rms(x[from(row)]) * weight; width is a multiple of 16.
 template <class T>
 void rms_norm(const float* x, const int32_t* from, int rows, int width, const float* weight, float eps, T* out,
@@ -14,48 +20,79 @@ void rms_norm(const float* x, const int32_t* from, int rows, int width, const fl
 #pragma omp parallel for num_threads(num_threads) if (rows >= kRowsForThreads)
     for (int row = 0; row < rows; ++row) {
         const float* in = x + static_cast<size_t>(from ? from[row] : row) * width;
-        f32x16 squares = {};
-        for (int i = 0; i < width; i += kLanes) squares = mul_add(load(in + i), load(in + i), squares);
-        const float scale = 1.0f / __builtin_sqrtf(sum_of(squares) / width + eps);
+        const float scale = rms_scale(in, width, eps);
         T* to = out + static_cast<size_t>(row) * width;
         for (int i = 0; i < width; i += kLanes) store(to + i, load(in + i) * scale * load(weight + i));
     }
 }
 
-// Rotates the two halves of one head: element i pairs with i + head_dim / 2. `scratch` holds head_dim floats.
+// x[row] += y[row] / rms(y[row]) * weight.
+static inline void add_normed(const float* y, int rows, int width, const float* weight, float eps, float* x,
+                              int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (rows >= kRowsForThreads)
+    for (int row = 0; row < rows; ++row) {
+        const float* in = y + static_cast<size_t>(row) * width;
+        const float scale = rms_scale(in, width, eps);
+        float* to = x + static_cast<size_t>(row) * width;
+        for (int i = 0; i < width; i += kLanes)
+            store(to + i, load(to + i) + load(in + i) * scale * load(weight + i));
+    }
+}
+
+// The rotary embedding of one layer. cos, sin: [positions][dim / 2]; of a head's first `dim` elements i turns with
+// i + dim / 2, the rest passes. q_norm, k_norm: [head_dim] weights of an RMS normalisation before it, or null.
+struct Rotary {
+    const float* cos;
+    const float* sin;
+    int dim;
+    const float* q_norm;
+    const float* k_norm;
+    float eps;
+};
+
+// Normalises and turns one head. `scratch` holds 2 head_dim floats.
 template <class T>
-KVM_INLINE void rotate(const float* head, const float* cos, const float* sin, int head_dim, float* scratch, T* out) {
-    const int half = head_dim / 2;
+KVM_INLINE void rotate(const float* head, const Rotary& rotary, const float* norm, int position, int head_dim,
+                       float* scratch, T* out) {
+    const int half = rotary.dim / 2;
+    const float* cos = rotary.cos + static_cast<size_t>(position) * half;
+    const float* sin = rotary.sin + static_cast<size_t>(position) * half;
+    if (norm) {
+        const float scale = rms_scale(head, head_dim, rotary.eps);
+        float* normed = scratch + head_dim;
+        for (int i = 0; i < head_dim; i += kLanes) store(normed + i, load(head + i) * scale * load(norm + i));
+        head = normed;
+    }
     for (int i = 0; i < half; ++i) {
         scratch[i] = head[i] * cos[i] - head[i + half] * sin[i];
         scratch[i + half] = head[i + half] * cos[i] + head[i] * sin[i];
     }
+    for (int i = 2 * half; i < head_dim; ++i) scratch[i] = head[i];
     for (int i = 0; i < head_dim; i += kLanes) store(out + i, load(scratch + i));
 }
 
 // qkv: [tokens][(heads + 2 kv_heads) * head_dim]. Rotated queries go to q [tokens][heads * head_dim], rotated keys and
-// plain values to the pool at each token's position. cos, sin: [positions][head_dim / 2]. head_dim <= 256.
+// plain values to the pool at each token's position. head_dim <= 256.
 template <class T>
-void rotary_write(const float* qkv, const Batch& batch, int heads, const float* cos, const float* sin,
-                  const Pool<T>& pool, int layer, T* q, int num_threads) {
+void rotary_write(const float* qkv, const Batch& batch, int heads, const Rotary& rotary, const Pool<T>& pool, int layer,
+                  T* q, int num_threads) {
     const int d = pool.head_dim, kv_heads = pool.kv_heads;
 #pragma omp parallel num_threads(num_threads) if (batch.num_tokens >= kRowsForThreads)
     {
-        float scratch[256];
+        float scratch[512];
         int seq = 0;
 #pragma omp for schedule(static)
         for (int token = 0; token < batch.num_tokens; ++token) {
             while (token >= batch.query_starts[seq + 1]) ++seq;
             const int position = batch.positions[token];
             const int block = batch.block_tables[static_cast<size_t>(seq) * batch.table_width + position / kBlockTokens];
-            const float* c = cos + static_cast<size_t>(position) * (d / 2);
-            const float* s = sin + static_cast<size_t>(position) * (d / 2);
             const float* row = qkv + static_cast<size_t>(token) * (heads + 2 * kv_heads) * d;
+            T* query = q + static_cast<size_t>(token) * heads * d;
             for (int head = 0; head < heads; ++head)
-                rotate(row + head * d, c, s, d, scratch, q + (static_cast<size_t>(token) * heads + head) * d);
+                rotate(row + head * d, rotary, rotary.q_norm, position, d, scratch, query + head * d);
             for (int head = 0; head < kv_heads; ++head) {
                 T* key = pool.keys(block, head, layer) + (position % kBlockTokens) * d;
-                rotate(row + (heads + head) * d, c, s, d, scratch, key);
+                rotate(row + (heads + head) * d, rotary, rotary.k_norm, position, d, scratch, key);
                 const float* value = row + (heads + kv_heads + head) * d;
                 for (int i = 0; i < d; i += kLanes) store(key + pool.plane() + i, load(value + i));
             }
@@ -63,12 +100,20 @@ void rotary_write(const float* qkv, const Batch& batch, int heads, const float* 
     }
 }
 
-// x[token] = table[token_ids[token]]; width is a multiple of 16.
+// x[token] = table[token_ids[token]] * scale; width is a multiple of 16.
 template <class T>
-void embed(const T* table, const Batch& batch, int width, float* x, int num_threads) {
+void embed(const T* table, const Batch& batch, int width, float scale, float* x, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (batch.num_tokens >= kRowsForThreads)
     for (int token = 0; token < batch.num_tokens; ++token) {
         const T* row = table + static_cast<size_t>(batch.token_ids[token]) * width;
-        for (int i = 0; i < width; ++i) x[static_cast<size_t>(token) * width + i] = widen(row[i]);
+        for (int i = 0; i < width; ++i) x[static_cast<size_t>(token) * width + i] = widen(row[i]) * scale;
     }
+}
+
+// cap * tanh(x / cap) in place.
+static inline void soft_cap(float* x, size_t count, float cap, int num_threads) {
+    const size_t whole = count / kLanes * kLanes;
+#pragma omp parallel for num_threads(num_threads) if (count >= 65536)
+    for (size_t i = 0; i < whole; i += kLanes) store(x + i, tanh_of(load(x + i) / cap) * cap);
+    for (size_t i = whole; i < count; ++i) x[i] = tanh_of(splat(x[i] / cap))[0] * cap;
 }

@@ -15,15 +15,28 @@
 #endif
 
 #define KVM_INLINE static inline __attribute__((always_inline))
+#define KVM_MEMBER inline __attribute__((always_inline))
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 struct bf16 {
     uint16_t bits;
 };
+
+// Four unsigned bytes of a row in one unit, against four signed bytes of a column: INT8 products, summed in int32.
+struct quad8;
+
+template <class T> struct SumsOfType {
+    using type = f32x16;
+};
+template <> struct SumsOfType<quad8> {
+    using type = i32x16;
+};
+template <class T> using SumsOf = typename SumsOfType<T>::type;
 
 constexpr int kLanes = 16;
 
@@ -48,15 +61,15 @@ KVM_INLINE f32x16 mul_add(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
-template <class T> KVM_INLINE f32x16 dot(f32x16 sum, uint32_t row_unit, u32x16 column_units);
+template <class T> KVM_INLINE SumsOf<T> dot(SumsOf<T> sum, uint32_t row_unit, u32x16 column_units);
 
-template <> inline __attribute__((always_inline)) f32x16 dot<float>(f32x16 sum, uint32_t row_unit, u32x16 columns) {
+template <> KVM_MEMBER f32x16 dot<float>(f32x16 sum, uint32_t row_unit, u32x16 columns) {
     float value;
     memcpy(&value, &row_unit, sizeof value);
     return mul_add(splat(value), (f32x16)columns, sum);
 }
 
-template <> inline __attribute__((always_inline)) f32x16 dot<bf16>(f32x16 sum, uint32_t row_unit, u32x16 columns) {
+template <> KVM_MEMBER f32x16 dot<bf16>(f32x16 sum, uint32_t row_unit, u32x16 columns) {
 #if defined(__AVX512BF16__)
     return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(row_unit)),
                                     (__m512bh)columns);
@@ -64,6 +77,18 @@ template <> inline __attribute__((always_inline)) f32x16 dot<bf16>(f32x16 sum, u
     const u32x16 row = u32x16{} + row_unit;
     sum = mul_add((f32x16)(row & 0xffff0000u), (f32x16)(columns & 0xffff0000u), sum);
     return mul_add((f32x16)(row << 16), (f32x16)(columns << 16), sum);
+#endif
+}
+
+template <> KVM_MEMBER i32x16 dot<quad8>(i32x16 sum, uint32_t row_unit, u32x16 columns) {
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(static_cast<int>(row_unit)), (__m512i)columns);
+#else
+    for (int byte = 0; byte < 4; ++byte) {
+        const i32x16 column = (i32x16)(columns << (24 - 8 * byte)) >> 24;
+        sum += column * static_cast<int>((row_unit >> (8 * byte)) & 0xff);
+    }
+    return sum;
 #endif
 }
 
@@ -122,6 +147,32 @@ KVM_INLINE f32x16 exp2_of(f32x16 x) {
     p = mul_add(p, f, splat(1.0f));
     const i32x16 exponent = __builtin_convertvector(whole, i32x16) << 23;
     return x < -126.0f ? f32x16{} : (f32x16)((i32x16)p + exponent);
+}
+
+// tanh to an absolute error below 2e-7.
+KVM_INLINE f32x16 tanh_of(f32x16 x) {
+    const f32x16 exponent = x * 2.8853900817779268f;
+    const f32x16 bounded = exponent > 126.0f ? splat(126.0f) : exponent;
+    return 1.0f - 2.0f / (1.0f + exp2_of(bounded));
+}
+
+// Units of two rows, even and odd, of 16 C columns: word i holds column i of both.
+template <int C> KVM_INLINE void interleave_rows(const bf16* even, const bf16* odd, u32x16* line) {
+#if defined(__AVX512BW__)
+    if constexpr (C == 2) {
+        const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const u32x16 low = lane | ((lane + 32) << 16);
+        const __m512i a = (__m512i)load_as<u32x16>(even), b = (__m512i)load_as<u32x16>(odd);
+        line[0] = (u32x16)_mm512_permutex2var_epi16(a, (__m512i)low, b);
+        line[1] = (u32x16)_mm512_permutex2var_epi16(a, (__m512i)(low + 0x00100010u), b);
+        return;
+    }
+#endif
+    for (int c = 0; c < C; ++c) {
+        const u32x16 low = __builtin_convertvector(load_as<u16x16>(even + c * kLanes), u32x16);
+        const u32x16 high = __builtin_convertvector(load_as<u16x16>(odd + c * kLanes), u32x16);
+        line[c] = low | (high << 16);
+    }
 }
 
 // In place: words[i][lane] becomes words[lane][i].

@@ -24,7 +24,7 @@ from services.common.models import DEFAULT_MODEL, resolve_model
 from services.worker.model.config import ModelConfig
 from services.worker.model.layout import ComputeDtype
 from services.worker.model.load import kv_layout, load_runner, open_model
-from services.worker.model.native_llama import NativeLlama
+from services.worker.model.native_decoder import NativeDecoder
 from services.worker.model.runner import CpuRunner
 from services.worker.model.step import StepInput
 
@@ -109,7 +109,7 @@ class OnednnLinears:
 def measure(runner: CpuRunner, onednn: OnednnLinears | None, case: Case, repeats: int) -> str:
     """One line of the table."""
     step = random_step(case, runner.spec.vocab_size)
-    parts = runner.decoder.time_parts() if isinstance(runner.decoder, NativeLlama) else torch.zeros(3)
+    parts = runner.decoder.time_parts() if isinstance(runner.decoder, NativeDecoder) else torch.zeros(3)
 
     def run() -> None:
         parts.zero_()

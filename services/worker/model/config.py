@@ -117,8 +117,10 @@ class ModelConfig:
         for name in ("num_layers", "num_heads", "num_kv_heads", "vocab_size", "max_positions"):
             if getattr(self, name) < 1:
                 raise UnsupportedModel(f"{name} = {getattr(self, name)}: must be positive")
-        for name in ("hidden_size", "head_dim", "intermediate_size"):
-            value = getattr(self, name)
+        widths = {name: getattr(self, name) for name in ("hidden_size", "head_dim", "intermediate_size")}
+        if self.moe is not None:
+            widths["moe.intermediate_size"] = self.moe.intermediate_size
+        for name, value in widths.items():
             if value < LANES or value % LANES:
                 raise UnsupportedModel(f"{name} = {value}: must be a multiple of {LANES}")
         if self.head_dim > MAX_HEAD_DIM:

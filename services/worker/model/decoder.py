@@ -1,6 +1,6 @@
 """What a runner needs of a decoder: one forward pass over a checked batch. Two implementations, one meaning.
 
-`NativeLlama` runs the compiled kernels; `TorchDecoder` is the same arithmetic in plain torch, for what the compiled
+`NativeDecoder` runs the compiled kernels; `TorchDecoder` is the same arithmetic in plain torch, for what the compiled
 kernels do not cover, for machines without a compiler and as the reference in tests.
 """
 

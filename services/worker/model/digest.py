@@ -1,8 +1,8 @@
 """The identity of a model as executed: equal digests mean interchangeable KV blocks.
 
-Covers the bytes of the weight files, the compute dtype, the configuration, the rotary frequencies and the served
-context length. Not covered is the instruction set: blocks made on another one differ in rounding only. Parts are tagged
-and length-prefixed, so no two different lists of parts hash the same text.
+Covers the bytes of the weight files, what they are rounded to, the compute dtype, the configuration, the rotary
+frequencies and the served context length. Not covered is the instruction set: blocks made on another one differ in
+rounding only. Parts are tagged and length-prefixed, so no two different lists of parts hash the same text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 
 from services.worker.model.config import ModelConfig
-from services.worker.model.layout import KvDtype
+from services.worker.model.layout import KvDtype, WeightDtype
 from services.worker.model.rope import inverse_frequencies
 
 DIGEST_BYTES = 16
@@ -20,8 +20,10 @@ DIGEST_BYTES = 16
 EXECUTION_VERSION = 1
 
 
-def model_digest(config: ModelConfig, *, weights: bytes, dtype: KvDtype, served_context: int) -> bytes:
-    """16 bytes. `weights`: of reading.LoadedWeights."""
+def model_digest(
+    config: ModelConfig, *, weights: bytes, dtype: KvDtype, served_context: int, weight_dtype: WeightDtype = "dtype"
+) -> bytes:
+    """16 bytes. `weights`: of reading.LoadedWeights. weight_dtype: what they are rounded to for execution."""
     ropes = [config.rope, *([config.rope_local] if config.rope_local else [])]
     frequencies = [inverse_frequencies(rope, served_context).tolist() for rope in ropes]
     parts = (
@@ -31,6 +33,7 @@ def model_digest(config: ModelConfig, *, weights: bytes, dtype: KvDtype, served_
         ("config", repr(_set_fields(config)).encode()),
         ("rotary", repr(frequencies).encode()),
         ("context", str(served_context).encode()),
+        *([] if weight_dtype == "dtype" else [("rounded weights", weight_dtype.encode())]),
     )
     return _digest_parts(parts)
 

@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from kernels.cpu.build import BuildError
+from kernels.cpu.packing import IntegerFormat
 from services.common.artifacts.chunk_reader import Progress
 from services.common.artifacts.errors import InvalidArtifact
 from services.common.artifacts.manifest import file_size, read_manifest
@@ -28,9 +29,9 @@ from services.worker.model.gguf_file import read_gguf
 from services.worker.model.gguf_source import GgufSource
 from services.worker.model.hf_config import read_hf_config
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool, PoolBuffer
-from services.worker.model.layout import KV_DTYPE_BYTES, KvDtype, KvLayout
+from services.worker.model.layout import KV_DTYPE_BYTES, KvDtype, KvLayout, WeightDtype
 from services.worker.model.memory import MemoryMap, step_bytes
-from services.worker.model.native_llama import NativeLlama, native_lacks
+from services.worker.model.native_decoder import NativeDecoder
 from services.worker.model.reading import Extent, WeightFile, read_weights
 from services.worker.model.runner import CpuRunner, RunnerSpec
 from services.worker.model.safetensors_source import SafetensorsFolder, SafetensorsSource
@@ -106,6 +107,7 @@ def load_runner(
     path: Path,
     *,
     dtype: KvDtype = "bfloat16",
+    weight_dtype: WeightDtype = "dtype",
     pool_buffer: PoolBuffer,
     num_threads: int | None = None,
     served_context: int | None = None,
@@ -115,9 +117,10 @@ def load_runner(
 ) -> CpuRunner:
     """Load a model over a pool that the caller owns.
 
-    dtype: of weights, activations and KV. pool_buffer: writable, kept alive by the runner. num_threads: None follows
-    torch. served_context: tokens, at most the model's own maximum, which is the default. compiled: use the compiled
-    kernels where they can be had.
+    dtype: of weights, activations and KV. weight_dtype: what the weights of linear layers are rounded to ("dtype": as
+    they are computed with); whole numbers need bfloat16 and the compiled kernels. pool_buffer: writable, kept alive by
+    the runner. num_threads: None follows torch. served_context: tokens, at most the model's own maximum, which is the
+    default. compiled: use the compiled kernels where they can be had.
     max_step_tokens: of the largest step, for the memory map. progress: told the bytes read, from any thread. Raises
     UnsupportedModel, InvalidWeights, or ValueError for the pool.
     """
@@ -128,12 +131,19 @@ def load_runner(
         raise UnsupportedModel(f"served context {context}: the model has 1 to {config.max_positions} positions")
     pool = KvPool.from_buffer(pool_buffer, kv_layout(config, dtype))
     source, weights_digest = model.read(progress=progress)
-    digest = model_digest(config, weights=weights_digest, dtype=dtype, served_context=context)
+    digest = model_digest(
+        config, weights=weights_digest, dtype=dtype, served_context=context, weight_dtype=weight_dtype
+    )
     weights = load_weights(source, config, TORCH_DTYPES[dtype])
     # What has been converted need not stay beside the result.
     del source
-    memory = _memory_map(config, weights, pool, context, max_step_tokens)
-    decoder = _decoder(config, weights, pool, context, compiled)
+    decoder: Decoder
+    if weight_dtype == "dtype":
+        decoder = _decoder(config, weights, pool, context, compiled)
+    else:
+        decoder = _integer_decoder(config, weights, pool, context, weight_dtype)
+    held_bytes = decoder.weight_bytes if isinstance(decoder, NativeDecoder) else weight_bytes(weights)
+    memory = _memory_map(config, held_bytes, pool, context, max_step_tokens)
     spec = RunnerSpec(
         config=config,
         layout=pool.layout,
@@ -142,19 +152,26 @@ def load_runner(
         vocab_size=config.vocab_size,
         max_context=context,
         num_blocks=pool.num_blocks,
-        weight_format=model.weight_format,
+        weight_format=executed_format(model.weight_format, weight_dtype),
         backend=decoder.backend,
         memory=memory,
     )
-    log.info("model loaded", backend=spec.backend, dtype=dtype, context=context, blocks=spec.num_blocks)
+    log.info(
+        "model loaded",
+        backend=spec.backend,
+        dtype=dtype,
+        weights=spec.weight_format,
+        context=context,
+        blocks=spec.num_blocks,
+    )
     return CpuRunner(spec, decoder, num_threads)
 
 
-def _memory_map(config: ModelConfig, weights: ModelWeights, pool: KvPool, context: int, tokens: int) -> MemoryMap:
+def _memory_map(config: ModelConfig, held_bytes: int, pool: KvPool, context: int, tokens: int) -> MemoryMap:
     return MemoryMap(
         device="cpu",
         total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        weight_bytes=weight_bytes(weights),
+        weight_bytes=held_bytes,
         reserve_bytes=step_bytes(
             config, tokens=tokens, logit_rows=tokens, element_bytes=KV_DTYPE_BYTES[pool.layout.dtype]
         ),
@@ -164,13 +181,29 @@ def _memory_map(config: ModelConfig, weights: ModelWeights, pool: KvPool, contex
     )
 
 
+def executed_format(file_format: str, weight_dtype: WeightDtype) -> str:
+    """How weights are stored and, where they are rounded further, how they are executed: "safetensors as int8"."""
+    return file_format if weight_dtype == "dtype" else f"{file_format} as {weight_dtype}"
+
+
 def _decoder(config: ModelConfig, weights: ModelWeights, pool: KvPool, context: int, compiled: bool) -> Decoder:
-    lacking = native_lacks(config)
-    if compiled and lacking:
-        log.warning("compiled kernels do not cover this model, falling back to plain torch", lacking=lacking)
-    elif compiled:
+    if compiled:
         try:
-            return NativeLlama(config, weights, pool, context)
+            return NativeDecoder(config, weights, pool, context)
         except (BuildError, OSError) as error:
             log.warning("compiled kernels unavailable, falling back to plain torch", reason=str(error))
     return TorchDecoder(config, weights, pool, context)
+
+
+def _integer_decoder(
+    config: ModelConfig, weights: ModelWeights, pool: KvPool, context: int, integers: IntegerFormat
+) -> NativeDecoder:
+    """There is no fallback: plain torch would compute something else under the same digest."""
+    if pool.layout.dtype != "bfloat16":
+        raise UnsupportedModel(f"weight_dtype = {integers}: needs dtype bfloat16, not {pool.layout.dtype}")
+    try:
+        return NativeDecoder(config, weights, pool, context, integers)
+    except (BuildError, OSError) as error:
+        raise UnsupportedModel(f"weight_dtype = {integers}: needs the compiled kernels: {error}") from error
+    except ValueError as error:
+        raise UnsupportedModel(f"weight_dtype = {integers}: {error}") from error

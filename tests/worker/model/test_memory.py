@@ -40,7 +40,7 @@ def test_a_cpu_runner_tells_its_map(runner_bf16: CpuRunner) -> None:
     memory = runner_bf16.spec.memory
     assert memory.device == "cpu"
     assert memory.kv_bytes == runner_bf16.decoder.pool.nbytes
-    # 134.5 million parameters in BF16.
-    assert 268e6 < memory.weight_bytes < 270e6
+    # 134.5 million parameters in BF16, the tied embedding (49152 x 576) once more as panels of the head.
+    assert 325e6 < memory.weight_bytes < 327e6
     assert 0 < memory.reserve_bytes < memory.total_bytes
     assert memory.largest_context == 2048
