@@ -131,6 +131,9 @@ class ModelConfig:
             raise UnsupportedModel(f"num_heads = {self.num_heads}: over {MAX_HEADS_PER_KV_HEAD} for one KV head")
         for rope in (self.rope, self.rope_local):
             self._check_rope(rope)
+        self._check_moe()
+        if any(window < 0 for window in self.windows):
+            raise UnsupportedModel(f"windows: {min(self.windows)} positions")
         for name, values in (("windows", self.windows), ("moe.sparse", self.moe.sparse if self.moe else ())):
             if values and len(values) != self.num_layers:
                 raise UnsupportedModel(f"{name}: {len(values)} values for {self.num_layers} layers")
@@ -141,6 +144,19 @@ class ModelConfig:
         if not 0 < rope.rotary_dim <= self.head_dim or rope.rotary_dim % 2:
             raise UnsupportedModel(f"rotary_dim = {rope.rotary_dim}: must be even and at most {self.head_dim}")
         scaling = rope.scaling
+        if rope.theta <= 1.0 or (scaling and min(scaling.factor, scaling.original_max_positions) <= 0):
+            raise UnsupportedModel(f"rotary embedding with theta {rope.theta}, scaling {scaling}: must be positive")
         for divisors in (scaling.frequency_divisors, scaling.short_divisors) if scaling else ():
             if divisors and len(divisors) != rope.rotary_dim // 2:
                 raise UnsupportedModel(f"rotary frequency factors: {len(divisors)} instead of {rope.rotary_dim // 2}")
+            if divisors and min(divisors) <= 0:
+                raise UnsupportedModel(f"rotary frequency factors: {min(divisors)} is not positive")
+
+    def _check_moe(self) -> None:
+        moe = self.moe
+        if moe is None:
+            return
+        if not 0 < moe.experts_per_token <= moe.num_experts:
+            raise UnsupportedModel(f"experts_per_token = {moe.experts_per_token}: there are {moe.num_experts} experts")
+        if moe.intermediate_size < LANES or moe.intermediate_size % LANES:
+            raise UnsupportedModel(f"experts of size {moe.intermediate_size}: must be a multiple of {LANES}")

@@ -70,6 +70,10 @@ class GgufFields:
 
     def _longrope(self) -> RopeScaling:
         original = self.integer("rope.scaling.original_context_length")
+        if original < 2:
+            raise UnsupportedModel(
+                f"GGUF field {self.prefix}rope.scaling.original_context_length = {original}: too small"
+            )
         factor = self.integer("context_length") / original
         attention = self.values.get("rope.scaling.attn_factor") or longrope_attention(factor, original)
         return RopeScaling(

@@ -29,6 +29,22 @@ def number(fields: Fields, name: str, default: float | None = None) -> float:
     return float(value)
 
 
+def positive_integer(fields: Fields, name: str, default: int | None = None) -> int:
+    """As `integer`, over zero."""
+    value = integer(fields, name, default)
+    if value < 1:
+        raise UnsupportedModel(f"config field {name} = {value}: must be positive")
+    return value
+
+
+def positive(fields: Fields, name: str, default: float | None = None) -> float:
+    """As `number`, over zero."""
+    value = number(fields, name, default)
+    if not 0.0 < value < float("inf"):
+        raise UnsupportedModel(f"config field {name} = {value}: must be positive")
+    return value
+
+
 def boolean(fields: Fields, name: str, default: bool = False) -> bool:
     """A truth value; absent or null: the default."""
     value = fields.get(name)

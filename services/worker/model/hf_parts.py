@@ -9,7 +9,7 @@ from typing import Any
 
 from services.worker.model.config import MoeConfig
 from services.worker.model.errors import UnsupportedModel
-from services.worker.model.hf_fields import Fields, boolean, integer, number, shown
+from services.worker.model.hf_fields import Fields, boolean, integer, number, positive, positive_integer, shown
 from services.worker.model.hf_rope import FULL, SLIDING, gemma3_ropes, parse_rope, phi3_rope, whole_heads
 
 Parts = dict[str, Any]
@@ -17,8 +17,8 @@ Parts = dict[str, Any]
 
 def head_dim_of(fields: Fields) -> int:
     """Stated, or the hidden size shared among the heads."""
-    heads = integer(fields, "num_attention_heads")
-    return integer(fields, "head_dim", integer(fields, "hidden_size") // max(heads, 1))
+    heads = positive_integer(fields, "num_attention_heads")
+    return positive_integer(fields, "head_dim", integer(fields, "hidden_size") // heads)
 
 
 def _plain_rope(fields: Fields, head_dim: int) -> Parts:
@@ -46,7 +46,7 @@ def _layer_windows(fields: Fields, sliding: list[bool]) -> Parts:
         sliding = [name == SLIDING for name in types]
     if not any(sliding):
         return {}
-    window = integer(fields, "sliding_window")
+    window = positive_integer(fields, "sliding_window")
     return {"windows": tuple(window if slides else 0 for slides in sliding)}
 
 
@@ -81,7 +81,7 @@ def qwen3(fields: Fields, head_dim: int) -> Parts:
 def qwen3_moe(fields: Fields, head_dim: int) -> Parts:
     """Qwen 3's mixtures: some layers may be dense."""
     layers, count = integer(fields, "num_hidden_layers"), _num_experts(fields)
-    step, dense = integer(fields, "decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    step, dense = positive_integer(fields, "decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     moe = MoeConfig(
         num_experts=count,
         experts_per_token=integer(fields, "num_experts_per_tok"),
@@ -121,7 +121,7 @@ def phi3(fields: Fields, head_dim: int) -> Parts:
 def _gemma(fields: Fields) -> Parts:
     return {
         **_biases(fields),
-        "attention_scale": number(fields, "query_pre_attn_scalar") ** -0.5,
+        "attention_scale": positive(fields, "query_pre_attn_scalar") ** -0.5,
         "activation": "gelu_tanh",
         "post_norms": True,
         "embedding_scale": integer(fields, "hidden_size") ** 0.5,
@@ -139,7 +139,7 @@ def gemma2(fields: Fields, head_dim: int) -> Parts:
 
 def gemma3(fields: Fields, head_dim: int) -> Parts:
     """Gemma 3: layers with a window turn by a frequency of their own."""
-    pattern = integer(fields, "sliding_window_pattern", integer(fields, "_sliding_window_pattern", 6))
+    pattern = positive_integer(fields, "sliding_window_pattern", positive_integer(fields, "_sliding_window_pattern", 6))
     sliding = [(layer + 1) % pattern != 0 for layer in range(integer(fields, "num_hidden_layers"))]
     rope, local = (whole_heads(one, head_dim) for one in gemma3_ropes(fields, head_dim))
     windows = _layer_windows(fields, sliding)

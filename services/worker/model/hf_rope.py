@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from services.worker.model.config import RopeConfig, RopeScaling
 from services.worker.model.errors import UnsupportedModel
-from services.worker.model.hf_fields import Fields, boolean, integer, number, numbers, shown
+from services.worker.model.hf_fields import Fields, boolean, number, numbers, positive, positive_integer, shown
 from services.worker.model.rope import longrope_attention, yarn_attention
 
 DEFAULT_THETA = 10000.0
@@ -22,8 +22,8 @@ def parse_rope(fields: Fields, head_dim: int, parameters: Fields | None = None) 
     """The rotary embedding of all layers, or the one that `parameters` describe. Raises UnsupportedModel."""
     if parameters is None:
         parameters = _parameters(fields)
-    theta = number(parameters, "rope_theta", number(fields, "rope_theta", DEFAULT_THETA))
-    partial = number(parameters, "partial_rotary_factor", number(fields, "partial_rotary_factor", 1.0))
+    theta = positive(parameters, "rope_theta", positive(fields, "rope_theta", DEFAULT_THETA))
+    partial = positive(parameters, "partial_rotary_factor", positive(fields, "partial_rotary_factor", 1.0))
     return RopeConfig(theta, int(head_dim * partial), _scaling(fields, parameters))
 
 
@@ -54,21 +54,21 @@ def _scaling(fields: Fields, parameters: Fields) -> RopeScaling | None:
 
 
 def _linear(fields: Fields, parameters: Fields) -> RopeScaling:
-    return RopeScaling("linear", factor=number(parameters, "factor"))
+    return RopeScaling("linear", factor=positive(parameters, "factor"))
 
 
 def _dynamic(fields: Fields, parameters: Fields) -> RopeScaling:
-    length = integer(fields, "max_position_embeddings")
-    return RopeScaling("dynamic", factor=number(parameters, "factor"), original_max_positions=length)
+    length = positive_integer(fields, "max_position_embeddings")
+    return RopeScaling("dynamic", factor=positive(parameters, "factor"), original_max_positions=length)
 
 
 def _llama3(fields: Fields, parameters: Fields) -> RopeScaling:
     scaling = RopeScaling(
         "llama3",
-        factor=number(parameters, "factor"),
-        low_freq_factor=number(parameters, "low_freq_factor"),
-        high_freq_factor=number(parameters, "high_freq_factor"),
-        original_max_positions=integer(parameters, "original_max_position_embeddings"),
+        factor=positive(parameters, "factor"),
+        low_freq_factor=positive(parameters, "low_freq_factor"),
+        high_freq_factor=positive(parameters, "high_freq_factor"),
+        original_max_positions=positive_integer(parameters, "original_max_position_embeddings"),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise UnsupportedModel(f"rope field high_freq_factor = {scaling.high_freq_factor}: not over low_freq_factor")
@@ -77,14 +77,14 @@ def _llama3(fields: Fields, parameters: Fields) -> RopeScaling:
 
 def _yarn(fields: Fields, parameters: Fields) -> RopeScaling:
     original = _original_length(fields, parameters)
-    factor = number(parameters, "factor", integer(fields, "max_position_embeddings", original) / original)
+    factor = positive(parameters, "factor", positive_integer(fields, "max_position_embeddings", original) / original)
     return RopeScaling(
         "yarn",
         factor=factor,
         original_max_positions=original,
-        beta_fast=number(parameters, "beta_fast", 32.0),
-        beta_slow=number(parameters, "beta_slow", 1.0),
-        attention_factor=number(parameters, "attention_factor", _yarn_attention(parameters, factor)),
+        beta_fast=positive(parameters, "beta_fast", 32.0),
+        beta_slow=positive(parameters, "beta_slow", 1.0),
+        attention_factor=positive(parameters, "attention_factor", _yarn_attention(parameters, factor)),
         truncate=boolean(parameters, "truncate", True),
     )
 
@@ -98,12 +98,12 @@ def _yarn_attention(parameters: Fields, factor: float) -> float:
 
 def _longrope(fields: Fields, parameters: Fields) -> RopeScaling:
     original = _original_length(fields, parameters)
-    factor = number(parameters, "factor", integer(fields, "max_position_embeddings", original) / original)
+    factor = positive(parameters, "factor", positive_integer(fields, "max_position_embeddings", original) / original)
     return RopeScaling(
         "longrope",
         factor=factor,
         original_max_positions=original,
-        attention_factor=number(parameters, "attention_factor", longrope_attention(factor, original)),
+        attention_factor=positive(parameters, "attention_factor", longrope_attention(factor, original)),
         frequency_divisors=numbers(parameters, "long_factor"),
         short_divisors=numbers(parameters, "short_factor"),
     )
@@ -111,8 +111,9 @@ def _longrope(fields: Fields, parameters: Fields) -> RopeScaling:
 
 def _original_length(fields: Fields, parameters: Fields) -> int:
     """Phi-3 states it outside of the rotary parameters; that one counts."""
-    stated = parameters.get("original_max_position_embeddings") or fields.get("max_position_embeddings")
-    return integer(fields, "original_max_position_embeddings", stated)
+    name = "original_max_position_embeddings"
+    where = next((place for place in (fields, parameters) if place.get(name) is not None), None)
+    return positive_integer(fields, "max_position_embeddings") if where is None else positive_integer(where, name)
 
 
 _SCALINGS: dict[str, tuple[frozenset[str], Callable[[Fields, Fields], RopeScaling]]] = {
@@ -162,8 +163,8 @@ def gemma3_ropes(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]
         full = {"rope_theta": 1e6, **(nested.get(FULL) or {})}
         local = {"rope_theta": 1e4, **(nested.get(SLIDING) or {})}
         return parse_rope(fields, head_dim, full), parse_rope(fields, head_dim, local)
-    full = {"rope_theta": number(fields, "rope_theta", 1e6), **nested}
-    local_theta = number(fields, "rope_local_base_freq", 1e4)
+    full = {"rope_theta": positive(fields, "rope_theta", 1e6), **nested}
+    local_theta = positive(fields, "rope_local_base_freq", 1e4)
     return parse_rope(fields, head_dim, full), parse_rope(fields, head_dim, {"rope_theta": local_theta})
 
 

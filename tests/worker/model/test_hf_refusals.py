@@ -62,6 +62,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": "linear"}, "rope parameters 'linear'"),
     ("llama", {"attn_temperature_tuning": True}, "attn_temperature_tuning = True"),
     ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, "factor = 0.0"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "embeddings = 0"),
+    ("llama", {"rope_theta": -1.0}, "rope_theta = -1.0"),
+    ("phi3", {"rope_scaling": {**LONG, "short_factor": [0.0] * 8}}, "0.0 is not positive"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
+    ("gemma2", {"sliding_window": -5}, "sliding_window = -5"),
+    ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
+    ("mistral", {"sliding_window": -5}, "windows: -5"),
+    ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+    ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "experts_per_token = 5"),
+    ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}, "experts of size 20"),
     ("llama", {"num_key_value_heads": True}, "num_key_value_heads = True"),
 ]
 
