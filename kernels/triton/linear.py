@@ -1,7 +1,8 @@
 """Linear layers on tensor cores: weights of 16 (or 32) bits, INT8 and INT4 by one kernel, sums in float32.
 
-Quantised weights meet the activations as the whole numbers they are, which the activations' dtype holds exactly; each
-group's partial sum is then scaled (kernels/quantised_linear.py has the format and the specification).
+Quantised weights meet the activations as the whole numbers they are, less their zero, which the activations' dtype
+holds exactly where the zero is whole (and rounds elsewhere); each group's partial sum is then scaled. Groups shorter
+than 64 are scaled before the product, and rounded. kernels/quantised_linear.py has the format and the specification.
 
 A few rows are bound by reading the weights: narrow tiles, and the sum over k split between programs where the outputs
 alone would not fill the device; the parts are added in a fixed order by a second kernel. **Exact**: one tile shape
@@ -16,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.dot import INTERPRETED, dot
+from kernels.triton.dot import dot
 from kernels.triton.registry import KernelConfig, pointer
+from kernels.triton.weight_tiles import converted, less_zero, nibbles, scaled
 
 # Programs that keep an H100-sized device (132 processors) busy; more splits than this buy nothing.
 _FULL_DEVICE = 264
@@ -48,7 +50,7 @@ DECODE = {
     "8": Tile(16, 32, 128, 4, 5),
     "8g": Tile(16, 32, 128, 4, 5),
     "4": Tile(16, 32, 128, 4, 5),
-    "4g": Tile(16, 32, 128, 4, 5),
+    "4g": Tile(16, 64, 128, 4, 5),
 }
 MIDDLE = {
     "16": Tile(64, 64, 128, 4, 4),
@@ -117,7 +119,8 @@ def linear_kernel(
     weight_tile = weight_ptr + column[None, :] * weight_row + byte[:, None]
     IN_TILE: tl.constexpr = GROUP > 0 and GROUP < BLOCK_K
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    x_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if zero_ptr is not None and GROUP == 0:
+        zero = tl.load(zero_ptr + column, mask=column < n, other=0.0)
     first = split * split_tiles
     for tile in range(first, tl.minimum(first + split_tiles, tl.cdiv(k, BLOCK_K))):
         start = tile * BLOCK_K
@@ -127,73 +130,36 @@ def linear_kernel(
         x = tl.load(x_tile + start, mask=x_mask, other=0.0)
         weight = tl.load(weight_tile + (start // 2 if BITS == 4 else start), mask=weight_mask, other=0)
         part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) if GROUP >= BLOCK_K else total
+        place = column * (k // GROUP) + start // GROUP if GROUP >= BLOCK_K else column
+        if zero_ptr is not None and GROUP >= BLOCK_K:
+            zero = tl.load(zero_ptr + place, mask=column < n, other=0.0)
         if BITS == 4:
-            low = (weight & 15).to(tl.int8) - 8
-            high = (weight >> 4).to(tl.int8) - 8
+            low, high = nibbles(weight, x.dtype)
             if IN_TILE:
-                low, high = (
-                    _scale(low, scale_ptr, zero_ptr, column, start, n, k, GROUP, 2),
-                    _scale(high, scale_ptr, zero_ptr, column, start, n, k, GROUP, 2),
-                )
+                low = scaled(low, scale_ptr, zero_ptr, column, start, n, k, GROUP, 2)
+                high = scaled(high, scale_ptr, zero_ptr, column, start, n, k, GROUP, 2)
+            elif zero_ptr is not None:
+                low, high = less_zero(low, zero), less_zero(high, zero)
             x_high = tl.load(x_tile + start + 16, mask=x_mask, other=0.0)
-            part = dot(x, _converted(low, x.dtype), part)
-            part = dot(x_high, _converted(high, x.dtype), part)
+            part = dot(x, low.to(x.dtype), part)
+            part = dot(x_high, high.to(x.dtype), part)
         else:
             if IN_TILE:
-                weight = _scale(weight, scale_ptr, zero_ptr, column, start, n, k, GROUP, 1)
-            part = dot(x, _converted(weight, x.dtype), part)
-        if zero_ptr is not None and not IN_TILE:
-            x_sum += tl.sum(x.to(tl.float32), 1)
-            if BITS == 4:
-                x_sum += tl.sum(x_high.to(tl.float32), 1)
+                weight = scaled(weight, scale_ptr, zero_ptr, column, start, n, k, GROUP, 1)
+            weight = converted(weight, x.dtype)
+            if zero_ptr is not None and not IN_TILE:
+                weight = less_zero(weight, zero)
+            part = dot(x, weight, part)
         if GROUP >= BLOCK_K:
-            place = column * (k // GROUP) + start // GROUP
-            if zero_ptr is not None:
-                part -= x_sum[:, None] * tl.load(zero_ptr + place, mask=column < n, other=0.0)[None, :]
-                x_sum = tl.zeros((BLOCK_M,), tl.float32)
             total += part * tl.load(scale_ptr + place, mask=column < n, other=0.0)[None, :]
         else:
             total = part
     if GROUP == 0 and scale_ptr is not None:
-        if zero_ptr is not None:
-            total -= x_sum[:, None] * tl.load(zero_ptr + column, mask=column < n, other=0.0)[None, :]
         total *= tl.load(scale_ptr + column, mask=column < n, other=0.0)[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     target = out_ptr + split.to(tl.int64) * split_stride + row[:, None] * out_stride + column[None, :]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=in_rows & in_columns)
-
-
-@triton.jit
-def _converted(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Values in the activations' dtype; the interpreter cannot turn integers into bfloat16."""
-    return values.to(tl.float32).to(dtype) if INTERPRETED else values.to(dtype)
-
-
-@triton.jit
-def _scale(
-    values: tl.tensor,
-    scale_ptr: tl.tensor,
-    zero_ptr: tl.tensor,
-    column: tl.tensor,
-    start: tl.tensor,
-    n: tl.tensor,
-    k: tl.tensor,
-    GROUP: tl.constexpr,
-    PER_BYTE: tl.constexpr,
-) -> tl.tensor:
-    """Values of one weight tile, times their groups' scales: several groups of one tile."""
-    LENGTH: tl.constexpr = values.shape[0]
-    WIDTH: tl.constexpr = values.shape[1]
-    COUNT: tl.constexpr = LENGTH * PER_BYTE // GROUP
-    group = start // GROUP + tl.arange(0, COUNT)
-    place = column[None, :] * (k // GROUP) + group[:, None]
-    mask = (column[None, :] < n) & (group[:, None] < k // GROUP)
-    grouped = tl.reshape(values.to(tl.float32), (COUNT, LENGTH // COUNT, WIDTH))
-    if zero_ptr is not None:
-        grouped -= tl.load(zero_ptr + place, mask=mask, other=0.0)[:, None, :]
-    grouped *= tl.load(scale_ptr + place, mask=mask, other=0.0)[:, None, :]
-    return tl.reshape(grouped, (LENGTH, WIDTH))
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,12 +46,22 @@ def test_dense(shape: tuple[int, int, int], dtype: torch.dtype, exact: bool) -> 
 @pytest.mark.parametrize("rows", [1, 20])
 def test_quantised(rows: int, bits: Bits, group: int | None, asymmetric: bool, exact: bool) -> None:
     weight = quantise(torch.randn(37, 256) + 0.2, bits, group, asymmetric=asymmetric)
+    if weight.zeros is not None:
+        weight = replace(weight, zeros=weight.zeros.round())
     x, bias = torch.randn(rows, 256).to(torch.bfloat16), torch.randn(37)
     expected = quantised_reference(x, weight, bias)
     found = quantised_linear(x, weight, bias, exact=exact)
     # Groups shorter than a tile's least inner length have their scaled weights rounded to BF16.
     tolerance = 0.1 if group in (16, 32) else 1e-3
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance / 10)
+
+
+def test_zeros_that_are_not_whole_round_the_weights() -> None:
+    weight = quantise(torch.randn(37, 256) + 0.2, 4, 64, asymmetric=True)
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.3)):
+        x = torch.randn(2, 256).to(dtype)
+        found = quantised_linear(x, weight, exact=True)
+        torch.testing.assert_close(found, quantised_reference(x, weight), atol=tolerance, rtol=tolerance / 10)
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 32), (4, None)])
