@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from services.worker.engine.config import EngineConfig
+from services.worker.engine.gpu import cuda_device
 from services.worker.engine.load_progress import ProgressTeller
 from services.worker.messages import LoadProgress
 from services.worker.model.device.block_copier import PoolCopier
@@ -51,8 +52,14 @@ class OpenReplica:
 def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgress], None]) -> OpenReplica:
     """Size and map the memory, load the model. tell: how far that is, from any thread.
 
-    Raises ModelError, ValueError, or OSError.
+    Raises ModelError, DeviceUnavailable, ValueError, or OSError.
     """
+    if config.device == "cuda":
+        device = cuda_device()
+        # Needs Triton, which machines without a GPU need not have.
+        from services.worker.engine.open_cuda import open_device
+
+        return open_device(config, device, tell)
     path = Path(config.model_path)
     files = open_model(path)
     model = files.config
