@@ -28,28 +28,40 @@ class AttentionConfig:
     num_stages: int
 
 
-_F32 = {
-    "decode": AttentionConfig(16, 32, 4, 2),
-    "prefill": AttentionConfig(32, 32, 4, 2),
-    "exact": AttentionConfig(16, 32, 4, 2),
-}
-# By kind and padded head dimension; 16-bit queries.
+# By kind and padded head dimension, for 16-bit queries; measured on no device yet, chosen by registers (no spills),
+# shared memory (decode: three programs fit a processor of sm_90) and loads in flight.
 _TABLE: dict[tuple[Kind, int], AttentionConfig] = {
     ("decode", 64): AttentionConfig(16, 128, 4, 3),
     ("decode", 128): AttentionConfig(16, 64, 4, 3),
     ("decode", 256): AttentionConfig(16, 32, 4, 3),
-    ("prefill", 64): AttentionConfig(128, 64, 4, 3),
+    ("prefill", 64): AttentionConfig(128, 64, 8, 3),
     ("prefill", 128): AttentionConfig(128, 64, 8, 3),
-    ("prefill", 256): AttentionConfig(64, 32, 8, 2),
+    ("prefill", 256): AttentionConfig(64, 64, 8, 2),
     ("exact", 64): AttentionConfig(64, 64, 4, 3),
-    ("exact", 128): AttentionConfig(64, 64, 4, 2),
-    ("exact", 256): AttentionConfig(64, 32, 8, 2),
+    ("exact", 128): AttentionConfig(64, 64, 8, 3),
+    ("exact", 256): AttentionConfig(64, 32, 8, 3),
 }
+# Where sm_80, whose queries lie in registers, needs less; quantised keys and values pass through registers too.
+_SM80: dict[tuple[Kind, int], AttentionConfig] = {
+    ("prefill", 128): AttentionConfig(128, 32, 8, 3),
+    ("prefill", 256): AttentionConfig(64, 32, 8, 2),
+}
+_SM80_QUANTISED: dict[tuple[Kind, int], AttentionConfig] = {
+    ("prefill", 128): AttentionConfig(64, 64, 8, 3),
+    ("prefill", 256): AttentionConfig(64, 32, 8, 2),
+    ("exact", 128): AttentionConfig(64, 32, 8, 3),
+}
+# Three products of TF32 for each of float32.
+_F32 = AttentionConfig(16, 32, 4, 2)
 
 
-def attention_config(kind: Kind, group: int, head_dim: int, dtype: torch.dtype) -> AttentionConfig:
+def attention_config(
+    kind: Kind, group: int, head_dim: int, dtype: torch.dtype, architecture: int, *, quantised: bool = False
+) -> AttentionConfig:
     """The configuration for a launch with queries of `dtype`; never fewer rows than one token's heads."""
-    found = _F32[kind] if dtype == torch.float32 else _TABLE[kind, padded_dim(head_dim)]
+    key = kind, padded_dim(head_dim)
+    older = (_SM80_QUANTISED if quantised else _SM80).get(key) if architecture < 90 else None
+    found = _F32 if dtype == torch.float32 else older or _TABLE[key]
     rows = max(found.block_m, 1 << (group - 1).bit_length())
     return AttentionConfig(rows, found.block_n, found.num_warps, found.num_stages)
 

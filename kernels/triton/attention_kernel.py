@@ -110,8 +110,7 @@ def _attend_tiles(
     pool: tl.tensor,
     scales: tl.tensor,
     table: tl.tensor,
-    block_planes: tl.tensor,
-    plane: tl.tensor,
+    block_size: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
     oldest: tl.tensor,
@@ -125,24 +124,24 @@ def _attend_tiles(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ) -> tl.tensor:
     """Add the tiles from `begin`, a multiple of BLOCK_N, to before `end` to the running softmax of the rows."""
+    WEIGHTS: tl.constexpr = tl.bfloat16 if KV_FORMAT != "plain" and q.dtype != tl.float32 else q.dtype
     dims = tl.arange(0, PADDED_DIM)
+    offsets = tl.arange(0, BLOCK_N)
+    # The pages of a tile are looked up one tile ahead.
+    slots = tl.load(table + (begin + offsets >> 4), mask=begin + offsets < end, other=0)
     for start in tl.range(begin, end, BLOCK_N):
-        tokens = start + tl.arange(0, BLOCK_N)
+        tokens = start + offsets
         if MASKED:
             inside = tokens < end
             if WINDOW:
                 inside = inside & (tokens >= oldest)
-            slots = tl.load(table + tokens // 16, mask=inside, other=0)
-        else:
-            slots = tl.load(table + tokens // 16)
-        planes = slots.to(tl.int64) * block_planes + plane
-        at = planes * (2 * 16 * HEAD_DIM) + (tokens % 16) * HEAD_DIM
-        key_at = pool + at[None, :] + dims[:, None]
-        value_at = pool + 16 * HEAD_DIM + at[:, None] + dims[None, :]
+        key_at = (pool + slots.to(tl.int64) * block_size + offsets % 16 * HEAD_DIM)[:, None] + dims[None, :]
+        value_at = key_at + 16 * HEAD_DIM
         if PADDED_DIM != HEAD_DIM:
-            k = tl.load(key_at, mask=(dims < HEAD_DIM)[:, None], other=0)
+            k = tl.load(key_at, mask=(dims < HEAD_DIM)[None, :], other=0)
         else:
             k = tl.load(key_at)
         if MASKED and PADDED_DIM != HEAD_DIM:
@@ -153,15 +152,16 @@ def _attend_tiles(
             v = tl.load(value_at, mask=(dims < HEAD_DIM)[None, :], other=0)
         else:
             v = tl.load(value_at)
+        # What a byte can say a float16 can; weights times scales want the range of a bfloat16.
         if KV_FORMAT == "e4m3":
-            k = from_e4m3(k).to(q.dtype)
-            v = from_e4m3(v).to(q.dtype)
+            k = from_e4m3(k, NATIVE_FP8).to(q.dtype)
+            v = from_e4m3(v, NATIVE_FP8).to(tl.float32).to(WEIGHTS)
         elif KV_FORMAT == "int8":
             k = k.to(q.dtype)
-            v = v.to(q.dtype)
-        scores = dot(q, k, tl.zeros([positions.shape[0], BLOCK_N], tl.float32))
+            v = v.to(tl.float32).to(WEIGHTS)
+        scores = dot(q, tl.trans(k), tl.zeros([positions.shape[0], BLOCK_N], tl.float32))
         if KV_FORMAT != "plain":
-            scale_at = scales + planes * 32 + tokens % 16
+            scale_at = scales + slots.to(tl.int64) * (block_size // HEAD_DIM) + offsets % 16
             if MASKED:
                 key_scale = tl.load(scale_at, mask=inside, other=0.0)
                 value_scale = tl.load(scale_at + 16, mask=inside, other=0.0)
@@ -187,8 +187,9 @@ def _attend_tiles(
         if KV_FORMAT != "plain":
             weights = weights * value_scale[None, :]
         weighted = weighted * shrink[:, None]
-        weighted = dot(weights.to(v.dtype), v, weighted)
+        weighted = dot(weights.to(WEIGHTS), v, weighted)
         peak = new_peak
+        slots = tl.load(table + (tokens + BLOCK_N >> 4), mask=tokens + BLOCK_N < end, other=0)
     return peak, total, weighted
 
 
@@ -199,8 +200,7 @@ def _attend_span(
     pool: tl.tensor,
     scales: tl.tensor,
     table: tl.tensor,
-    block_planes: tl.tensor,
-    plane: tl.tensor,
+    block_size: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
     position: tl.tensor,
@@ -214,6 +214,7 @@ def _attend_span(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ) -> tl.tensor:
     """The softmax sums of the rows over tokens `begin`, a multiple of BLOCK_N, to before `end`."""
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -226,12 +227,13 @@ def _attend_span(
         seen_whole = tl.minimum(position + 1, end) // BLOCK_N * BLOCK_N
         masked_from = tl.maximum(seen_whole, begin)
         peak, total, weighted = _attend_tiles(
-            q, positions, peak, total, weighted, pool, scales, table, block_planes, plane, begin, masked_from, oldest,
+            q, positions, peak, total, weighted, pool, scales, table, block_size, begin, masked_from, oldest,
             window, score_scale, cap_scale, HEAD_DIM, PADDED_DIM, BLOCK_N, False, WINDOW, SOFTCAP, KV_FORMAT,
+            NATIVE_FP8,
         )  # fmt: skip
     return _attend_tiles(
-        q, positions, peak, total, weighted, pool, scales, table, block_planes, plane, masked_from, end, oldest,
-        window, score_scale, cap_scale, HEAD_DIM, PADDED_DIM, BLOCK_N, True, WINDOW, SOFTCAP, KV_FORMAT,
+        q, positions, peak, total, weighted, pool, scales, table, block_size, masked_from, end, oldest,
+        window, score_scale, cap_scale, HEAD_DIM, PADDED_DIM, BLOCK_N, True, WINDOW, SOFTCAP, KV_FORMAT, NATIVE_FP8,
     )  # fmt: skip
 
 
@@ -269,12 +271,14 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ) -> None:
     """Grid (kv_heads, num_tiles, num_splits). ONE_TILE: a tile is a sequence, and holds all its query tokens.
 
     score_scale: of what is an exponent of two; cap_scale: of scores before the soft cap. SPAN: tokens of a span in
     exact mode, otherwise 0. SPLIT: sums go to partial_stats [spans, T, heads, 2] and partial_sums [spans, T, heads,
-    HEAD_DIM], not to `out`. KV_FORMAT: plain, e4m3 (bytes) or int8; not plain: with scales.
+    HEAD_DIM], not to `out`. KV_FORMAT: plain, e4m3 (bytes) or int8, these with
+    scales. NATIVE_FP8: the device has the type.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
@@ -303,32 +307,40 @@ def attend(
     dims = tl.arange(0, PADDED_DIM)
     valid = (rows < BLOCK_Q * GROUP) & (first + rows // GROUP < query_len)
     positions = tl.where(valid, position + rows // GROUP, -1)
+    # Of the tile's first row; the others are near it.
     heads = kv_heads * GROUP
-    row_at = (query_begin + first + rows // GROUP).to(tl.int64) * heads + kv_head * GROUP + rows % GROUP
+    row0 = (query_begin + first).to(tl.int64) * heads + kv_head * GROUP
+    row_at = rows // GROUP * heads + rows % GROUP
+    in_tile = row_at[:, None] * HEAD_DIM + dims[None, :]
     in_head = valid[:, None] & (dims < HEAD_DIM)[None, :]
-    q = tl.load(query + row_at[:, None] * HEAD_DIM + dims[None, :], mask=in_head, other=0.0)
+    q = tl.load(query + row0 * HEAD_DIM + in_tile, mask=in_head, other=0.0)
+    if KV_FORMAT != "plain" and q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     table = block_tables + seq.to(tl.int64) * table_width
-    plane = (kv_head * layers + layer).to(tl.int64)
-    block_planes = (kv_heads * layers).to(tl.int64)
+    plane = (kv_head * layers + layer).to(tl.int64) * (2 * 16)
+    pool += plane * HEAD_DIM
+    if KV_FORMAT != "plain":
+        scales += plane
+    block_size = kv_heads * layers * (2 * 16 * HEAD_DIM)
 
     if SPLIT:
         stride = num_tokens.to(tl.int64) * heads
         # In exact mode a program may have several spans, which must be folded one by one.
         for index in tl.range(split, num_spans, num_splits, num_stages=1):
             p, t, w = _attend_span(
-                q, positions, pool, scales, table, block_planes, plane, tl.maximum(base + index * span, begin),
+                q, positions, pool, scales, table, block_size, tl.maximum(base + index * span, begin),
                 tl.minimum(base + (index + 1) * span, end), position, window, score_scale, cap_scale,
-                HEAD_DIM, PADDED_DIM, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, KV_FORMAT,
+                HEAD_DIM, PADDED_DIM, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, KV_FORMAT, NATIVE_FP8,
             )  # fmt: skip
-            at = index * stride + row_at
-            tl.store(partial_stats + at * 2, p, mask=valid)
-            tl.store(partial_stats + at * 2 + 1, t, mask=valid)
-            tl.store(partial_sums + at[:, None] * HEAD_DIM + dims[None, :], w, mask=in_head)
+            at = index * stride + row0
+            tl.store(partial_stats + at * 2 + row_at * 2, p, mask=valid)
+            tl.store(partial_stats + at * 2 + row_at * 2 + 1, t, mask=valid)
+            tl.store(partial_sums + at * HEAD_DIM + in_tile, w, mask=in_head)
     else:
         if SPAN == 0:
             peak, total, weighted = _attend_span(
-                q, positions, pool, scales, table, block_planes, plane, begin, end, position, window, score_scale,
-                cap_scale, HEAD_DIM, PADDED_DIM, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, KV_FORMAT,
+                q, positions, pool, scales, table, block_size, begin, end, position, window, score_scale,
+                cap_scale, HEAD_DIM, PADDED_DIM, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, KV_FORMAT, NATIVE_FP8,
             )  # fmt: skip
         else:
             peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -336,13 +348,13 @@ def attend(
             weighted = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
             for index in tl.range(0, num_spans, num_stages=1):
                 p, t, w = _attend_span(
-                    q, positions, pool, scales, table, block_planes, plane, tl.maximum(base + index * span, begin),
+                    q, positions, pool, scales, table, block_size, tl.maximum(base + index * span, begin),
                     tl.minimum(base + (index + 1) * span, end), position, window, score_scale, cap_scale,
-                    HEAD_DIM, PADDED_DIM, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, KV_FORMAT,
+                    HEAD_DIM, PADDED_DIM, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, KV_FORMAT, NATIVE_FP8,
                 )  # fmt: skip
                 peak, total, weighted = _fold(peak, total, weighted, p, t, w)
         result = weighted / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(out + row_at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=in_head)
+        tl.store(out + row0 * HEAD_DIM + in_tile, result.to(out.dtype.element_ty), mask=in_head)
 
 
 @triton.jit(do_not_specialize=MERGE_VARYING)

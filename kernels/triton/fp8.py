@@ -7,14 +7,17 @@ import triton.language as tl
 
 
 @triton.jit
-def from_e4m3(bits: tl.tensor) -> tl.tensor:
-    """float32 of e4m3 bytes: sign, exponent and mantissa moved to their places, the exponent's bias then corrected.
+def from_e4m3(bits: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """float16, exactly the number of each e4m3 byte. NATIVE: the device has the type.
 
-    The two bytes that are no number, 0x7f and 0xff, become 480.
+    Otherwise exponent and mantissa are moved to their places in a float16, and the exponent's bias corrected from 15 to
+    7; the two bytes that are no number, 0x7f and 0xff, then become 480.
     """
-    wide = bits.to(tl.int32)
-    fields = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
-    return fields.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** (127 - 7)
+    if NATIVE:
+        return bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    wide = bits.to(tl.int16)
+    fields = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return fields.to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit

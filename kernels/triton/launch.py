@@ -26,3 +26,9 @@ def architecture(device: torch.device) -> int:
         return INTERPRETED_ARCHITECTURE
     major, _ = torch.cuda.get_device_capability(device)
     return 90 if major >= 9 else 80
+
+
+@lru_cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether kernels for the device may use the type e4m3."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

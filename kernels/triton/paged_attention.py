@@ -6,6 +6,7 @@ the batch's bounds and never on its values, so that it can be captured in a CUDA
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,23 +14,24 @@ import torch
 
 from kernels.kv_quantisation import is_quantised
 from kernels.triton.attention_configs import SPAN_TOKENS, AttentionConfig, Kind, attention_config, padded_dim
-from kernels.triton.attention_kernel import ATTEND_VARYING, attend, merge
+from kernels.triton.attention_kernel import attend, merge
 from kernels.triton.device_batch import DeviceBatch
-from kernels.triton.launch import num_processors
-from kernels.triton.registry import KernelConfig, pointer
+from kernels.triton.launch import architecture, has_fp8, num_processors
 
 LOG2_E = 1.4426950408889634
-# A launch is split when it has fewer programs than this for each processor.
-FULL_PROGRAMS = 2
+# Programs that a processor runs at a time, by registers and shared memory of the configurations on sm_90.
+RESIDENT_PROGRAMS: dict[Kind, int] = {"decode": 3, "prefill": 1, "exact": 1}
+# A launch with so many rounds of programs is not split; otherwise it is where that fills the device better.
+FULL_ROUNDS = 4
+NEARLY = 0.9
 MAX_SPLITS = 64
 # A split is not shorter than this, and all partial sums of a launch are at most so large.
 MIN_SPLIT_TILES = 4
 MAX_PARTIAL_BYTES = 64 << 20
+MERGE_WARPS = 4
 
 KvFormat = Literal["plain", "e4m3", "int8"]
 KV_FORMATS: dict[torch.dtype, KvFormat] = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
-# Multiples of 16 bytes by contract: tensors of the caching allocator, and the parts of a DeviceBatch.
-ALIGNED = ("query", "out", "pool", "query_starts", "context_lens", "block_tables", "partial_stats", "partial_sums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def paged_attention(
     _check(query, pool, kv_scales, scale)
     kv_heads, layers = pool.shape[1], pool.shape[2]
     tokens, heads, head_dim = query.shape
-    plan = _plan(query, kv_heads, batch, window, exact, splits, config)
+    plan = _plan(query, pool, batch, window, exact, splits, config)
     out = torch.empty_like(query)
     shape = (plan.spans, tokens, heads) if plan.splits > 1 else (0,)
     stats = query.new_empty((*shape, 2), dtype=torch.float32)
@@ -110,6 +112,7 @@ def paged_attention(
         SPLIT=plan.splits > 1,
         SOFTCAP=softcap > 0,
         KV_FORMAT=KV_FORMATS.get(pool.dtype, "plain"),
+        NATIVE_FP8=has_fp8(query.device),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         **common,
@@ -123,7 +126,7 @@ def paged_attention(
             sums,
             BLOCK_Q=chosen.block_m // (heads // kv_heads),
             MAX_SPANS=MAX_SPLITS,
-            num_warps=4,
+            num_warps=MERGE_WARPS,
             **common,
         )
     return out
@@ -131,7 +134,7 @@ def paged_attention(
 
 def _plan(
     query: torch.Tensor,
-    kv_heads: int,
+    pool: torch.Tensor,
     batch: DeviceBatch,
     window: int,
     exact: bool,
@@ -139,23 +142,37 @@ def _plan(
     config: AttentionConfig | None,
 ) -> _Plan:
     tokens, heads, head_dim = query.shape
+    kv_heads = pool.shape[1]
     group = heads // kv_heads
     kind: Kind = "exact" if exact else "decode" if batch.max_query_len * group <= _decode_rows(group) else "prefill"
-    chosen = config or attention_config(kind, group, head_dim, query.dtype)
+    chosen = config or attention_config(
+        kind, group, head_dim, query.dtype, architecture(query.device), quantised=is_quantised(pool.dtype)
+    )
     tile_tokens = chosen.block_m // group
     one_tile = batch.max_query_len <= tile_tokens
     num_tiles = batch.num_seqs if one_tile else tokens // tile_tokens + batch.num_seqs
     seen = batch.max_context_len if not window else min(batch.max_context_len, window + tile_tokens)
-    programs = num_tiles * kv_heads
-    if splits is None:
-        wanted = -(-FULL_PROGRAMS * num_processors(query.device) // programs) if programs else 1
-        longest = SPAN_TOKENS if exact else MIN_SPLIT_TILES * chosen.block_n
-        splits = min(wanted, MAX_SPLITS, -(-seen // longest))
     # A window may begin and end inside a span.
-    spans = -(-seen // SPAN_TOKENS) + (1 if window else 0) if exact else splits
-    if splits * programs < 1 or spans * query.numel() * 4 > MAX_PARTIAL_BYTES:
+    exact_spans = -(-seen // SPAN_TOKENS) + (1 if window else 0)
+    if splits is None:
+        most = exact_spans if exact else min(MAX_SPLITS, -(-seen // (MIN_SPLIT_TILES * chosen.block_n)))
+        splits = choose_splits(num_tiles * kv_heads, num_processors(query.device) * RESIDENT_PROGRAMS[kind], most)
+    spans = exact_spans if exact else splits
+    if spans * query.numel() * 4 > MAX_PARTIAL_BYTES:
         splits = 1
-    return _Plan(chosen, one_tile, num_tiles, max(splits, 1), spans)
+    return _Plan(chosen, one_tile, num_tiles, splits, spans)
+
+
+def choose_splits(programs: int, resident: int, most: int) -> int:
+    """How many programs share a tile's context, when `resident` run at a time and a tile has work for `most`.
+
+    The fewest that keep the device nearly as full, averaged over the rounds, as any number would.
+    """
+    if programs >= FULL_ROUNDS * resident:
+        return 1
+    fill = [programs * splits / resident for splits in range(1, max(most, 1) + 1)]
+    shares = [rounds / math.ceil(rounds) if rounds else 1.0 for rounds in fill]
+    return next(splits for splits, share in enumerate(shares, 1) if share >= NEARLY * max(shares))
 
 
 def _decode_rows(group: int) -> int:
@@ -174,60 +191,3 @@ def _check(query: torch.Tensor, pool: torch.Tensor, kv_scales: torch.Tensor | No
         raise ValueError(f"queries of {query.dtype} over a pool of {pool.dtype}")
     if not (query.is_contiguous() and pool.is_contiguous()) or scale <= 0:
         raise ValueError("queries and pool must be contiguous, the scale positive")
-
-
-def _form(
-    kind: Kind,
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int,
-    *,
-    kv: KvFormat = "plain",
-    split: bool = False,
-    window: bool = False,
-    softcap: bool = False,
-) -> KernelConfig:
-    chosen = attention_config(kind, group, head_dim, dtype)
-    exact = kind == "exact"
-    kv_type = {"plain": pointer(dtype), "e4m3": "*u8", "int8": "*i8"}[kv]
-    marks = [word for word, on in (("split", split), ("window", window), ("softcap", softcap)) if on]
-    name = "-".join(["attend", kind, pointer(dtype)[1:], kv, f"d{head_dim}", f"g{group}", *marks])
-    return KernelConfig(
-        name=name,
-        kernel=attend,
-        signature={
-            **dict.fromkeys(("query", "out"), pointer(dtype)),
-            "pool": kv_type,
-            **({} if kv == "plain" else {"scales": "*fp32"}),
-            **dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32"),
-            **dict.fromkeys(("partial_stats", "partial_sums"), "*fp32"),
-            **dict.fromkeys(ATTEND_VARYING, "i32"),
-            **dict.fromkeys(("score_scale", "cap_scale"), "fp32"),
-        },
-        constants={
-            **({"scales": None} if kv == "plain" else {}),
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "PADDED_DIM": padded_dim(head_dim),
-            "BLOCK_M": chosen.block_m,
-            "BLOCK_N": chosen.block_n,
-            "SPAN": SPAN_TOKENS if exact else 0,
-            "MIN_TILES": MIN_SPLIT_TILES,
-            "ONE_TILE": kind == "decode" or split,
-            "SPLIT": split,
-            "WINDOW": window,
-            "SOFTCAP": softcap,
-            "KV_FORMAT": kv,
-        },
-        aligned=ALIGNED,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        options={"enable_fp_fusion": not exact},
-    )
-
-
-_BF16 = torch.bfloat16
-SHIPPED = [
-    _form("decode", _BF16, 128, 4, split=True),
-    _form("decode", _BF16, 64, 3),
-]

@@ -12,7 +12,7 @@ import pytest
 from kernels.triton.compile import CompiledForm, shipped
 from kernels.triton.registry import SHARED_BYTES
 
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 
 
 @pytest.fixture(scope="module")
