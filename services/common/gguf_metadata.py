@@ -18,7 +18,7 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 # What a file that is none, or is cut short, raises while it is read.
-GGUF_ERRORS = (OSError, ValueError, struct.error)
+GGUF_ERRORS = (OSError, ValueError, OverflowError, RecursionError, struct.error)
 
 
 class GgufReader:

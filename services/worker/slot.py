@@ -114,6 +114,7 @@ class ModelSlot:
         finally:
             self.phase, self.replica, self._serving, self.model = Phase.IDLE, None, None, ""
             self._around.service.detach()
+            self._around.board.reset()
             self.log.clear()
         if not self._closed:
             tell_ready(self._around, [])

@@ -23,6 +23,7 @@ from services.common.redis_client import connect_redis
 from services.common.registry import read_registry
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
+from tests.support.mesh import scrape, total
 from tests.support.processes import clean_environment
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually
@@ -142,6 +143,9 @@ async def _loads_and_serves(worker: Idle, model: Path, valkey: Valkey) -> None:
     loaded = worker.ctl("load", f"mine={model}")
     assert (loaded.returncode, loaded.stdout) == (0, "w: ready (mine)\n"), loaded.stderr
     client = WorkerProcess(worker.process, worker.told, worker.folder / "worker.log")
+    # A busy machine may need more than one try to connect.
+    async with asyncio.timeout(20):
+        await client.channel.channel_ready()
     client.identity = (await client.report()).identity
     assert client.identity.model == "mine"
     answer: Answer = await client.generate(prompt(40), 4)
@@ -189,3 +193,8 @@ async def test_unloading_while_it_loads(tmp_path: Path, model: Path, valkey: Val
         assert (await worker.status()).error == ""
         assert worker.ctl("load", str(model)).returncode == 0
         assert await load_progress(worker.told["metrics"]) == "", "nothing is on its way any more"
+        assert total(scrape(worker.told["metrics"]), "kvmesh_worker_free_blocks") == 16
+        assert worker.ctl("unload").stdout == "w: idle\n"
+        assert not any(name.startswith("kvmesh_worker_free_blocks") for name in scrape(worker.told["metrics"]))
+        worker.process.terminate()
+        assert await asyncio.to_thread(worker.process.wait, 30) == 0

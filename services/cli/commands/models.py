@@ -169,7 +169,8 @@ def _verified(source: ModelSource, told: Told) -> str:
     for name in artifact_files(source.path):
         if name.endswith(".safetensors"):
             read_safetensors_header(source.path / name)
-    return "not sealed: its headers are well, its contents cannot be verified (`kvmesh models seal`)"
+    what = "its metadata is" if source.is_gguf else "its headers are"
+    return f"not sealed: {what} well, its contents cannot be verified (`kvmesh models seal`)"
 
 
 def _source_row(source: ModelSource) -> dict[str, object]:

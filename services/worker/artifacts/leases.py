@@ -73,6 +73,12 @@ class SharedPlaces:
         random.shuffle(addresses)
         return addresses
 
+    async def add_holder(self, digest: str) -> None:
+        """Say once that this worker has an artifact: before it gives back a reader's place, so that who takes that
+        place next finds it."""
+        with contextlib.suppress(*REDIS_ERRORS):
+            await _HOLD(self._client, [self._keys.holders(digest)], [self._name(), 0, _ms(LEASE_S)])
+
     async def announce(self, digest: str) -> None:
         """Say that this worker has an artifact, until cancelled; the place is then given back."""
         key = self._keys.holders(digest)

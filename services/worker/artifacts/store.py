@@ -173,9 +173,21 @@ class ModelStore:
                     return lease, "peer"
             if await self._places.try_read(self._source_readers):
                 async with self._places.reading(self._source_readers):
-                    progress.reset()
-                    return await self._from_source(cache, source, manifest, progress), "source"
+                    return await self._with_a_place(cache, source, manifest, progress)
             await asyncio.sleep(retry_pause_s())
+
+    async def _with_a_place(
+        self, cache: ModelCache, source: ModelSource, manifest: Manifest | None, progress: _Counted
+    ) -> tuple[Lease, str]:
+        """Copy from the source, unless somebody has got it while the place was waited for."""
+        if manifest is not None:
+            lease = await self._from_peers(cache, source, manifest, progress)
+            if lease is not None:
+                return lease, "peer"
+        progress.reset()
+        lease = await self._from_source(cache, source, manifest, progress)
+        await self._places.add_holder(lease.digest)
+        return lease, "source"
 
     async def _from_peers(
         self, cache: ModelCache, source: ModelSource, manifest: Manifest, progress: _Counted
@@ -195,7 +207,7 @@ class ModelStore:
     async def _from_source(
         self, cache: ModelCache, source: ModelSource, manifest: Manifest | None, progress: _Counted
     ) -> Lease:
-        before = source_fingerprint(source.path)
+        before = await asyncio.to_thread(source_fingerprint, source.path)
         try:
             lease = await in_thread(
                 lambda stop: copy_from_source(
@@ -205,7 +217,7 @@ class ModelStore:
         except ArtifactError:
             _failures.add(1, {"origin": "source"})
             raise
-        if manifest is None and source_fingerprint(source.path) != before:
+        if manifest is None and await asyncio.to_thread(source_fingerprint, source.path) != before:
             lease.close()
             raise CopyFailed(f"{source.name}: changed while it was copied")
         return lease

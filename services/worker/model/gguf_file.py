@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from services.common.gguf_metadata import GGUF_ERRORS, GgufReader
 from services.worker.model.errors import InvalidWeights
 
 DEFAULT_ALIGNMENT = 32
+# The format's own limit.
+MAX_DIMENSIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,19 @@ class _Parser:
             metadata[name] = reader.value(with_strings=False)
         entries = [self._tensor_entry() for _ in range(reader.num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment = {alignment!r}")
         base = reader.position + -reader.position % alignment
-        return GgufFile(metadata, {entry[0]: self._tensor(base, *entry) for entry in entries})
+        tensors = [self._tensor(base, *entry) for entry in entries]
+        _check_apart(tensors)
+        return GgufFile(metadata, {tensor.name: tensor for tensor in tensors})
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]:
         reader = self._reader
-        name = reader.text()
-        dimensions = [reader.unpack("<Q") for _ in range(reader.unpack("<I"))]
+        name, num_dimensions = reader.text(), reader.unpack("<I")
+        if not 0 < num_dimensions <= MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name[:80]}: {num_dimensions} dimensions")
+        dimensions = [reader.unpack("<Q") for _ in range(num_dimensions)]
         return name, tuple(reversed(dimensions)), gguf.GGMLQuantizationType(reader.unpack("<I")), reader.unpack("<Q")
 
     def _tensor(
@@ -110,3 +118,16 @@ class _Parser:
             raise ValueError(f"tensor {name} ends at byte {end} of {len(self._mapped)}")
         data = np.frombuffer(self._mapped, np.uint8, rows * row_bytes, start)
         return GgufTensor(name, shape, kind, data.reshape(rows, row_bytes), start)
+
+
+def _check_apart(tensors: Sequence[GgufTensor]) -> None:
+    """Raise ValueError when two tensors have one name, or share bytes."""
+    names: set[str] = set()
+    end = 0
+    for tensor in sorted(tensors, key=lambda one: (one.offset, one.data.nbytes)):
+        if tensor.name in names:
+            raise ValueError(f"tensor {tensor.name} occurs twice")
+        if tensor.offset < end:
+            raise ValueError(f"tensor {tensor.name} overlaps another one")
+        names.add(tensor.name)
+        end = tensor.offset + tensor.data.nbytes

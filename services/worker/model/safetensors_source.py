@@ -15,7 +15,7 @@ from services.worker.model.reading import Extent, WeightFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -74,7 +74,7 @@ class SafetensorsSource:
 
     def read(self, name: str) -> torch.Tensor:
         stored = self._stored[name]
-        return self._data[name].view(_DTYPES[stored.dtype]).view(stored.shape)
+        return self._data[name].view(DTYPES[stored.dtype]).view(stored.shape)
 
 
 def _index(folder: Path) -> dict[str, str]:

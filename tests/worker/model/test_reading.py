@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.artifacts.manifest import make_manifest, manifest_path, write_manifest
+from services.common.artifacts.safetensors_header import ITEM_BYTES
 from services.worker.model.errors import InvalidWeights
 from services.worker.model.gguf_file import read_gguf
 from services.worker.model.load import open_model
 from services.worker.model.reading import Extent, WeightFile, read_weights
+from services.worker.model.safetensors_source import DTYPES
 
 from .conftest import loaded
 from .test_hf_folder import save
@@ -191,6 +193,54 @@ def test_a_gguf_tensor_beyond_the_end(tmp_path: Path) -> None:
     path.write_bytes(whole[:at] + (2**61).to_bytes(8, "little") + (2**61).to_bytes(8, "little") + whole[at + 16 :])
     with pytest.raises(InvalidWeights, match="tensor two ends at byte"):
         read_gguf(path)
+
+
+def patched(tmp_path: Path, at: bytes, skip: int, value: bytes) -> Path:
+    """The small file with bytes replaced, `skip` after the first occurrence of `at`."""
+    data = bytearray(write_gguf(tmp_path / "whole.gguf").read_bytes())
+    start = data.index(at) + skip
+    data[start : start + len(value)] = value
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    return path
+
+
+def test_gguf_headers_that_lie(tmp_path: Path) -> None:
+    number = (1).to_bytes(4, "little")
+    for at, skip, value, message in (
+        (b"two", 3, (2**31).to_bytes(4, "little"), "two: 2147483648 dimensions"),
+        (b"two", 3, bytes(4), "two: 0 dimensions"),
+        (b"two", 3 + 4 + 16 + 4, bytes(8), "overlaps"),
+        (b"two", 0, b"one", "one occurs twice"),
+        (b"two", 3 + 4 + 16, (99).to_bytes(4, "little"), "99"),
+        (b"GGUF", 8, (2**63).to_bytes(8, "little"), "not a readable"),
+        (b"GGUF", 16, (2**63 + 5).to_bytes(8, "little"), "not a readable"),
+        (b"general.architecture", -8, (2**64 - 1).to_bytes(8, "little"), "not a readable"),
+        (b"general.architecture", 20, (9).to_bytes(4, "little") + number, "not a readable"),
+    ):
+        with pytest.raises(InvalidWeights, match=message) as refused:
+            read_gguf(patched(tmp_path, at, skip, value))
+        assert "\n" not in str(refused.value)
+
+
+@settings(deadline=None, max_examples=300)
+@given(position=st.integers(0, 220), bit=st.integers(0, 7), cut=st.integers(0, 900))
+def test_any_damage_to_a_gguf_header_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, position: int, bit: int, cut: int
+) -> None:
+    folder = tmp_path_factory.mktemp("gguf")
+    data = bytearray(write_gguf(folder / "whole.gguf").read_bytes())
+    data[position % len(data)] ^= 1 << bit
+    (folder / "m.gguf").write_bytes(data[: max(1, len(data) - cut)] if cut % 2 else data)
+    try:
+        file = read_gguf(folder / "m.gguf")
+    except InvalidWeights:
+        return
+    assert all(0 < one.offset + one.data.nbytes <= len(data) for one in file.tensors.values())
+
+
+def test_every_dtype_of_the_format_has_its_tensor_type() -> None:
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES
 
 
 def test_a_sealed_gguf_is_verified(model_path: Path, tmp_path: Path) -> None:
