@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.triton.attention_configs import SPAN_TOKENS, Kind, attention_config, padded_dim
-from kernels.triton.attention_kernel import ATTEND_VARYING, MERGE_VARYING, attend, merge
+from kernels.triton.attention_kernel import ATTEND_VARYING, attend
+from kernels.triton.attention_merge import MERGE_VARYING, merge
 from kernels.triton.paged_attention import MAX_SPLITS, MERGE_WARPS, MIN_SPLIT_TILES, KvFormat
 from kernels.triton.registry import KernelConfig, pointer
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of causal attention over a paged KV pool; paged_attention.py launches them.
+"""The Triton kernel of causal attention over a paged KV pool; paged_attention.py launches it.
 
 One program takes one KV head and a tile of rows: BLOCK_M // GROUP query tokens of one sequence, each with the GROUP
 query heads of that KV head. It walks the context in tiles of BLOCK_N tokens (any multiple of the page size, each page
@@ -10,7 +10,7 @@ every row sees whole are not masked; tiles that no row sees are not visited.
 share them; how long a span is each program finds from the sequence's true length.
 
 **Exact mode.** A row's sums then depend on its position alone: one tile shape for every batch, spans of one length
-from position 0, always folded in order, in registers where one program has them all and by the second kernel where not.
+from position 0, always folded in order, in registers where one program has them all, elsewhere by attention_merge.py.
 A span or tile of which a row sees nothing leaves that row's sums as they are, to the last bit.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.attention_spans import find_seq, fold, tile_bounds
 from kernels.triton.dot import dot
 from kernels.triton.fp8 import from_e4m3
 
@@ -26,78 +27,11 @@ from kernels.triton.fp8 import from_e4m3
 ATTEND_VARYING = (
     "layer", "layers", "kv_heads", "num_seqs", "num_tokens", "num_tiles", "num_splits", "table_width", "window",
 )  # fmt: skip
-MERGE_VARYING = ("num_seqs", "num_tokens", "num_splits", "window")
 
 
 @triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
     return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
-
-
-@triton.jit
-def _find_seq(query_starts: tl.tensor, wanted: tl.tensor, num_seqs: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
-    """The last sequence whose first tile, query_starts[s] // BLOCK_Q + s, is not after `wanted`; first token for 0."""
-    low = wanted * 0
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        first = tl.load(query_starts + middle)
-        if BLOCK_Q > 0:
-            first = first // BLOCK_Q + middle
-        if first <= wanted:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def _tile_bounds(
-    context: tl.tensor,
-    query_len: tl.tensor,
-    first: tl.tensor,
-    window: tl.tensor,
-    num_splits: tl.tensor,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPAN: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-) -> tl.tensor:
-    """Of the rows of query tokens `first` ..: position of the first, begin and end of what they see, base and length of
-    spans. begin and base are multiples of BLOCK_N."""
-    position = context - query_len + first
-    end = tl.minimum(context, position + BLOCK_Q)
-    begin = position * 0
-    if WINDOW:
-        begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
-    if SPAN > 0:
-        base = begin // SPAN * SPAN
-        span = begin * 0 + SPAN
-    else:
-        base = begin
-        tiles = tl.cdiv(end - begin, BLOCK_N)
-        span = tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES) * BLOCK_N
-    return position, begin, end, base, span
-
-
-@triton.jit
-def _fold(
-    peak: tl.tensor,
-    total: tl.tensor,
-    weighted: tl.tensor,
-    span_peak: tl.tensor,
-    span_total: tl.tensor,
-    span_weighted: tl.tensor,
-) -> tl.tensor:
-    """The sums over a span joined to those before it. Every rounding is written out: both kernels must do the same."""
-    new_peak = tl.maximum(peak, span_peak)
-    finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    before = tl.exp2(peak - finite)
-    after = tl.exp2(span_peak - finite)
-    total = tl.fma(span_total, after, total * before)
-    weighted = tl.fma(span_weighted, after[:, None] + tl.zeros_like(weighted), weighted * before[:, None])
-    return new_peak, total, weighted
 
 
 @triton.jit
@@ -290,14 +224,14 @@ def attend(
         query_begin = tl.load(query_starts + seq)
         first = tile * 0
     else:
-        seq = _find_seq(query_starts, tile, num_seqs, BLOCK_Q)
+        seq = find_seq(query_starts, tile, num_seqs, BLOCK_Q)
         query_begin = tl.load(query_starts + seq)
         first = (tile - (query_begin // BLOCK_Q + seq)) * BLOCK_Q
     query_len = tl.load(query_starts + seq + 1) - query_begin
     if first >= query_len:
         return
     context = tl.load(context_lens + seq)
-    position, begin, end, base, span = _tile_bounds(
+    position, begin, end, base, span = tile_bounds(
         context, query_len, first, window, num_splits, BLOCK_Q, BLOCK_N, SPAN, MIN_TILES, WINDOW
     )
     num_spans = tl.cdiv(end - base, span)
@@ -352,70 +286,6 @@ def attend(
                     tl.minimum(base + (index + 1) * span, end), position, window, score_scale, cap_scale,
                     HEAD_DIM, PADDED_DIM, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, KV_FORMAT, NATIVE_FP8,
                 )  # fmt: skip
-                peak, total, weighted = _fold(peak, total, weighted, p, t, w)
+                peak, total, weighted = fold(peak, total, weighted, p, t, w)
         result = weighted / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(out + row0 * HEAD_DIM + in_tile, result.to(out.dtype.element_ty), mask=in_head)
-
-
-@triton.jit(do_not_specialize=MERGE_VARYING)
-def merge(
-    out: tl.tensor,
-    query_starts: tl.tensor,
-    context_lens: tl.tensor,
-    partial_stats: tl.tensor,
-    partial_sums: tl.tensor,
-    num_seqs: tl.tensor,
-    num_tokens: tl.tensor,
-    num_splits: tl.tensor,
-    window: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPAN: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    MAX_SPANS: tl.constexpr,
-    WINDOW: tl.constexpr,
-) -> None:
-    """Grid (T, heads): one row's spans folded, in exact mode in order, otherwise, MAX_SPANS at most, at once."""
-    token = tl.program_id(0)
-    head = tl.program_id(1)
-    heads = tl.num_programs(1)
-    seq = _find_seq(query_starts, token, num_seqs, 0)
-    query_begin = tl.load(query_starts + seq)
-    query_len = tl.load(query_starts + seq + 1) - query_begin
-    if token - query_begin >= query_len:
-        return
-    _, _, end, base, span = _tile_bounds(
-        tl.load(context_lens + seq), query_len, (token - query_begin) // BLOCK_Q * BLOCK_Q, window, num_splits,
-        BLOCK_Q, BLOCK_N, SPAN, MIN_TILES, WINDOW,
-    )  # fmt: skip
-    num_spans = tl.cdiv(end - base, span)
-    dims = tl.arange(0, PADDED_DIM)
-    row = token.to(tl.int64) * heads + head
-    stride = num_tokens.to(tl.int64) * heads
-    if SPAN == 0:
-        spans = tl.arange(0, MAX_SPANS)
-        at = row + spans * stride
-        peaks = tl.load(partial_stats + at * 2, mask=spans < num_spans, other=float("-inf"))
-        totals = tl.load(partial_stats + at * 2 + 1, mask=spans < num_spans, other=0.0)
-        in_sums = (spans < num_spans)[:, None] & (dims < HEAD_DIM)[None, :]
-        sums = tl.load(partial_sums + at[:, None] * HEAD_DIM + dims[None, :], mask=in_sums, other=0.0)
-        peak = tl.max(peaks, 0)
-        shrink = tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak))
-        total = tl.sum(totals * shrink, 0)
-        result = tl.sum(sums * shrink[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    else:
-        peak1 = tl.full([1], float("-inf"), tl.float32)
-        total1 = tl.zeros([1], tl.float32)
-        weighted1 = tl.zeros([1, PADDED_DIM], tl.float32)
-        one = tl.arange(0, 1)
-        for index in tl.range(0, num_spans):
-            at = row + index * stride + one
-            p = tl.load(partial_stats + at * 2)
-            t = tl.load(partial_stats + at * 2 + 1)
-            sums_at = partial_sums + at[:, None] * HEAD_DIM + dims[None, :]
-            w = tl.load(sums_at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            peak1, total1, weighted1 = _fold(peak1, total1, weighted1, p, t, w)
-        result = tl.reshape(weighted1 / tl.where(total1 > 0.0, total1, 1.0)[:, None], [PADDED_DIM])
-    tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -14,7 +14,8 @@ import torch
 
 from kernels.kv_quantisation import is_quantised
 from kernels.triton.attention_configs import SPAN_TOKENS, AttentionConfig, Kind, attention_config, padded_dim
-from kernels.triton.attention_kernel import attend, merge
+from kernels.triton.attention_kernel import attend
+from kernels.triton.attention_merge import merge
 from kernels.triton.device_batch import DeviceBatch
 from kernels.triton.launch import architecture, has_fp8, num_processors
 

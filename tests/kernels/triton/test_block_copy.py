@@ -94,3 +94,20 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="staging"):
             block_copy.gather_blocks(pool, SLOTS[:slots], torch.zeros(3, size, dtype=torch.uint8), first_head=first)
     block_copy.gather_blocks(pool, SLOTS[:0], torch.zeros(0, each, dtype=torch.uint8))
+
+
+def test_addresses_are_wider_than_32_bits() -> None:
+    """More than 2 ** 31 words of 8 bytes, of which only the pages of one block are ever touched."""
+    try:
+        pool = torch.empty((17 << 30) // (2 * 2 * 16 * 256), 2, 1, 2, 16, 256, dtype=torch.int8, device=DEVICE)
+    except RuntimeError:
+        pytest.skip("the machine does not lend 17 GiB of addresses")
+    scales = torch.empty(pool.shape[:-1], device=DEVICE)
+    last = len(pool) - 1
+    slots = torch.tensor([last], dtype=torch.int32, device=DEVICE)
+    written = torch.arange(2 * reference.head_bytes(pool, scales), device=DEVICE).to(torch.uint8)[None]
+    block_copy.scatter_blocks(pool, slots, written, kv_scales=scales)
+    assert torch.equal(pool[last, 1].view(torch.uint8).flatten(), written[0, 8192 + 128 : -128])
+    found = torch.zeros_like(written)
+    block_copy.gather_blocks(pool, slots, found, kv_scales=scales)
+    assert torch.equal(found, written)
