@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -201,7 +202,8 @@ def _mixture(timer: Timer, limits: Limits, shape: Shape) -> Row:
     gate_up = torch.randn(experts, 2 * shape.intermediate, shape.hidden, dtype=BF16, device=timer.device)
     down = torch.randn(experts, shape.hidden, shape.intermediate, dtype=BF16, device=timer.device)
     used = len(set(logits.topk(2).indices.flatten().tolist()))
-    ms = timer.milliseconds(lambda: mixture(x, logits, gate_up, down, k=2, renormalise=True, exact=False))
+    call = partial(mixture, x, logits, gate_up, down, k=2, renormalise=True, exact=False)
+    ms = timer.milliseconds(call)
     return bandwidth_row("mixture of experts", ms, used * (gate_up[0].nbytes + down[0].nbytes), limits)
 
 
@@ -209,5 +211,5 @@ def _sampling(timer: Timer, limits: Limits, shape: Shape) -> Row:
     rows = 32 if timer.device.type == "cuda" else 4
     logits = torch.randn(rows, shape.vocab, device=timer.device)
     given = sampling_rows(rows, timer.device)
-    ms = timer.milliseconds(lambda: draw_tokens(logits, given))
+    ms = timer.milliseconds(lambda: draw_tokens(logits, given), captured=False)
     return bandwidth_row("sampling", ms, logits.nbytes, limits)

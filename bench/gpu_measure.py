@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-FLUSH_BYTES = 256 * 2**20
+FLUSH_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,30 @@ class Timer:
         self._repeats = repeats
         self._flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
 
-    def milliseconds(self, call: Callable[[], object], *, cold: bool = True) -> float:
-        """Median after two calls to warm up. cold: what was in the second-level cache is written over before each."""
+    def milliseconds(self, call: Callable[[], object], *, cold: bool = True, captured: bool = True) -> float:
+        """Median after two calls to warm up. cold: what was in the second-level cache is written over before each.
+
+        captured: the launches alone, in a graph, so that what Python takes to launch them does not count.
+        """
         if self.device.type != "cuda":
             started_s = time.perf_counter()
             call()
             return 1e3 * (time.perf_counter() - started_s)
         for _ in range(2):
             call()
+        if captured:
+            call = self._captured(call)
         pairs = [self._timed(call, cold) for _ in range(self._repeats)]
         torch.cuda.synchronize(self.device)
         return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
+
+    def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graph.replay()
+        return graph.replay
 
     def _timed(self, call: Callable[[], object], cold: bool) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

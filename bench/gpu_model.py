@@ -176,7 +176,7 @@ def step_cases(timer: Timer, limits: Limits, shape: Shape) -> Iterator[Case]:
 
 def _decode(timer: Timer, limits: Limits, bench: Bench, kind: WeightKind, seqs: int, context: int) -> Row:
     step = bench.step(seqs, 1, context)
-    ms = timer.milliseconds(lambda: bench.run(step), cold=False)
+    ms = timer.milliseconds(lambda: bench.run(step), cold=False, captured=False)
     kv_bytes = seqs * context * bench.runner.spec.layout.block_bytes / BLOCK_TOKENS
     floor_ms = 1e3 * (bench.streamed_bytes + kv_bytes) / limits.copy_bytes_per_s
     name = f"step decode {kind} {seqs} x {context}"
@@ -185,7 +185,7 @@ def _decode(timer: Timer, limits: Limits, bench: Bench, kind: WeightKind, seqs: 
 
 def _prefill(timer: Timer, limits: Limits, bench: Bench, kind: WeightKind, tokens: int) -> Row:
     step = bench.step(1, tokens, tokens)
-    ms = timer.milliseconds(lambda: bench.run(step), cold=False)
+    ms = timer.milliseconds(lambda: bench.run(step), cold=False, captured=False)
     config = bench.config
     parameters = config.num_layers * (
         config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)

@@ -76,6 +76,11 @@ class DeviceMemory:
         """Bytes that tensors of this process take."""
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
+    def settle(self) -> None:
+        """Wait until everything launched so far is done, on whatever stream."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def begin_peak(self) -> None:
         """From now on the peak counts."""
         if self._device.type == "cuda":
@@ -83,10 +88,8 @@ class DeviceMemory:
 
     def peak(self) -> int:
         """Most bytes that tensors took since `begin_peak`."""
-        if self._device.type != "cuda":
-            return 0
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_allocated(self._device)
+        self.settle()
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
 
 def open_device(config: EngineConfig, device: torch.device, tell: Callable[[LoadProgress], None]) -> OpenReplica:
@@ -126,6 +129,8 @@ def open_device(config: EngineConfig, device: torch.device, tell: Callable[[Load
     reach = min(loaded.max_context, num_blocks * BLOCK_TOKENS)
     runner = DeviceRunner(spec, loaded.decoder, lanes, copier, DecodeGraphs(config.max_running, reach))
     runner.capture(_capture(device))
+    # Weights, tables and the empty pool were made on a stream that steps do not wait for.
+    memory.settle()
     _warm_up(runner, reach)
     _log.info("model loaded", backend=spec.backend, dtype=config.dtype, blocks=num_blocks, reserve_bytes=reserve_bytes)
     return OpenReplica(runner, StagedTransfers(copier, len(staging)), len(staging))

@@ -58,8 +58,3 @@ class KvPool:
     @property
     def num_blocks(self) -> int:
         return len(self.blocks)
-
-    def head_bytes(self) -> list[torch.Tensor]:
-        """uint8 views [num_blocks, kv_heads, bytes] of elements and scales, in the order in which a head travels."""
-        parts = [self.blocks] if self.scales is None else [self.blocks, self.scales]
-        return [part.view(self.num_blocks, self.layout.num_kv_heads, -1).view(torch.uint8) for part in parts]

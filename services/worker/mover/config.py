@@ -12,6 +12,7 @@ from services.common.settings import ConfigurationError, ServiceSettings
 from services.common.transfer.endpoint import TransportMode
 from services.common.transfer.header import DTYPE_BYTES, BlockFormat, Segment
 from services.common.transfer.heads import HeadRange
+from services.worker.model.layout import QUANTISED
 
 
 class MoverSettings(ServiceSettings):
@@ -70,15 +71,18 @@ class MoverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         elements = self.block_bytes // DTYPE_BYTES[self.kv_dtype]
         shape = tuple(self.block_shape) or (self.num_kv_heads, elements // max(1, self.num_kv_heads))
         num_layers = shape[1] if len(shape) > 2 else 0
-        segment = Segment(0, num_layers, shape, self.kv_dtype)
-        if segment.num_bytes != self.block_bytes or shape[0] != self.num_kv_heads:
+        segments = [Segment(0, num_layers, shape, self.kv_dtype)]
+        if self.kv_dtype in QUANTISED and len(shape) > 2:
+            # Each head's scales follow its elements (worker/model/layout.py).
+            segments.append(Segment(0, num_layers, shape[:-1], "float32"))
+        if sum(one.num_bytes for one in segments) != self.block_bytes or shape[0] != self.num_kv_heads:
             raise ConfigurationError(f"mover: block_bytes={self.block_bytes}: not {shape} of {self.kv_dtype}")
         return BlockFormat(
             bytes.fromhex(self.model_digest_hex),
             self.kv_dtype,
             self.num_kv_heads,
             self.block_bytes,
-            (segment,),
+            tuple(segments),
             self.layout_version,
         )
 

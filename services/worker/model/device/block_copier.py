@@ -10,9 +10,12 @@ scatter begun before it; the steps that wrote its blocks have been collected, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from kernels import block_copy
 from services.worker.model.device.timeline import DONE, Mark, Timeline
 from services.worker.model.kv_pool import KvPool
 
@@ -28,14 +31,15 @@ class PoolCopier:
     ) -> None:
         if staging.shape[1] != pool.layout.block_bytes:
             raise ValueError(f"staging slots of {staging.shape[1]} bytes for blocks of {pool.layout.block_bytes}")
-        self._parts = pool.head_bytes()
-        self._staging = staging.view(len(staging), pool.layout.num_kv_heads, -1)
+        self._pool = pool
+        self._staging = staging
         self._timeline = timeline
         self._rows = min(len(staging), max(1, buffer_bytes // pool.layout.block_bytes))
         device = pool.blocks.device
         self._out, self._in = (
-            torch.empty(self._rows, *self._staging.shape[1:], dtype=torch.uint8, device=device) for _ in range(2)
+            torch.empty(self._rows, staging.shape[1], dtype=torch.uint8, device=device) for _ in range(2)
         )
+        self._copies = _copies(device)
         self._last_scatter: Mark = DONE
 
     def gather(self, pool_slots: Sequence[int], staging_slots: Sequence[int]) -> Mark:
@@ -43,11 +47,7 @@ class PoolCopier:
         self._timeline.after("out", self._last_scatter)
         with self._timeline.on("out"):
             for chosen, runs in self._portions(pool_slots, staging_slots):
-                first = 0
-                for part in self._parts:
-                    end = first + part.shape[2]
-                    self._out[: len(chosen), :, first:end] = part[chosen]
-                    first = end
+                self._copies.gather(self._pool.blocks, chosen, self._out[: len(chosen)], kv_scales=self._pool.scales)
                 for start, slot, count in runs:
                     self._staging[slot : slot + count].copy_(self._out[start : start + count], non_blocking=True)
         return self._timeline.mark("out")
@@ -59,11 +59,7 @@ class PoolCopier:
             for chosen, runs in self._portions(pool_slots, staging_slots):
                 for start, slot, count in runs:
                     self._in[start : start + count].copy_(self._staging[slot : slot + count], non_blocking=True)
-                first = 0
-                for part in self._parts:
-                    end = first + part.shape[2]
-                    part[chosen] = self._in[: len(chosen), :, first:end]
-                    first = end
+                self._copies.scatter(self._pool.blocks, chosen, self._in[: len(chosen)], kv_scales=self._pool.scales)
         self._last_scatter = self._timeline.mark("in")
         return self._last_scatter
 
@@ -74,12 +70,34 @@ class PoolCopier:
     def _portions(
         self, pool_slots: Sequence[int], staging_slots: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, list[tuple[int, int, int]]]]:
-        """Portions that fit the buffer: pool slots int64 [n] on the device, and adjoining staging slots as
+        """Portions that fit the buffer: pool slots int32 [n] on the device, and adjoining staging slots as
         (first row of the buffer, first slot, count)."""
         for first in range(0, len(pool_slots), self._rows):
             wanted = pool_slots[first : first + self._rows]
-            chosen = torch.tensor(wanted, device=self._out.device)
+            chosen = torch.tensor(wanted, dtype=torch.int32, device=self._out.device)
             yield chosen, adjoining(staging_slots[first : first + self._rows])
+
+
+class _Copy(Protocol):
+    def __call__(
+        self, pool: torch.Tensor, slots: torch.Tensor, staging: torch.Tensor, *, kv_scales: torch.Tensor | None
+    ) -> None:
+        """As kernels/block_copy.py says."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    gather: _Copy
+    scatter: _Copy
+
+
+def _copies(device: torch.device) -> _Copies:
+    """One launch on a GPU; on CPU the reference, which needs no Triton."""
+    if device.type == "cuda":
+        from kernels.triton import block_copy as triton_copy
+
+        return _Copies(triton_copy.gather_blocks, triton_copy.scatter_blocks)
+    return _Copies(block_copy.gather_blocks, block_copy.scatter_blocks)
 
 
 def adjoining(slots: Sequence[int]) -> list[tuple[int, int, int]]:

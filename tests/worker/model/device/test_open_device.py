@@ -53,8 +53,10 @@ def engine_config(folder: Path, pool_fd: int, **changes: object) -> EngineConfig
         "max_push_blocks": 8,
         "repush_bytes_per_s": 1e6,
         "max_served_blocks": 8,
+        "weight_dtype": "dtype",
     }
-    return EngineConfig(**(fields | changes))  # type: ignore[arg-type]
+    known = {name: value for name, value in fields.items() if name in EngineConfig.__struct_fields__}
+    return EngineConfig(**(known | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture
