@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
@@ -61,11 +61,7 @@ class Served:
 
     def run(self, numbers: Sequence[int], sampling: Sampling, *, cached: bool = False, neighbours: int = 0) -> Tokens:
         """Serve requests at once; tokens by number. neighbours: others beside them, aborted one by one meanwhile."""
-        keys: dict[int, int] = {}
-        for number in (*range(_FIRST_NEIGHBOUR, _FIRST_NEIGHBOUR + neighbours), *numbers):
-            self._keys += 1
-            keys[self._keys] = number
-            self.core.handle(self._submit(self._keys, number, sampling, cached), 0.0)
+        keys = self.submit_all((*range(_FIRST_NEIGHBOUR, _FIRST_NEIGHBOUR + neighbours), *numbers), sampling, cached)
         others = [key for key, number in keys.items() if number >= _FIRST_NEIGHBOUR]
         tokens: Tokens = {number: [] for number in numbers}
         step = 0
@@ -76,6 +72,15 @@ class Served:
             if others and step >= _ABORTS_FROM_STEP:
                 self.core.handle(Abort(others.pop()), 0.0)
         return tokens
+
+    def submit_all(self, numbers: Iterable[int], sampling: Sampling, cached: bool = False) -> dict[int, int]:
+        """Hand requests in; numbers by key."""
+        keys: dict[int, int] = {}
+        for number in numbers:
+            self._keys += 1
+            keys[self._keys] = number
+            self.core.handle(self._submit(self._keys, number, sampling, cached), 0.0)
+        return keys
 
     def _step(self, chunks: list[Chunk]) -> list[tuple[int, list[int]]]:
         self._runner.submit(self._builder.build(chunks))
