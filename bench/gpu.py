@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 NO_GPU = 3
-BUDGET_S = 440.0
+BUDGET_S = 400.0
 PARTS = ("checks", "attention", "layers", "steps")
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).resolve().parent.parent
