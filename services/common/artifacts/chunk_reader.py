@@ -81,25 +81,28 @@ def read_files(
     chunk with InvalidArtifact. Raises InvalidArtifact naming file and chunk when a file is missing, has another size,
     ends early or differs from `expected`.
     """
-    return _Reader(reads, progress, stop or threading.Event()).run(threads or reading_threads())
+    return _Reader(reads, progress, stop or threading.Event(), threads or reading_threads()).run()
 
 
 class _Reader:
     """One pass."""
 
-    def __init__(self, reads: Sequence[FileRead], progress: Progress | None, stop: threading.Event) -> None:
+    def __init__(
+        self, reads: Sequence[FileRead], progress: Progress | None, stop: threading.Event, threads: int
+    ) -> None:
         self._reads = reads
+        self._threads = threads
         self._progress = progress
         self._stop = stop
         self._failed = threading.Event()
         self._local = threading.local()
 
-    def run(self, threads: int) -> list[FileDigest]:
+    def run(self) -> list[FileDigest]:
         with ExitStack() as stack:
             descriptors = [self._open(read, stack) for read in self._reads]
             found: list[list[bytes]] = [[b""] * num_chunks(read.size) for read in self._reads]
             # The context waits for every thread before the descriptors are closed.
-            with ThreadPoolExecutor(threads, thread_name_prefix="chunk-reader") as pool:
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="chunk-reader") as pool:
                 list(pool.map(lambda one: self._chunk(descriptors, found, *one), self._plan()))
         return [FileDigest(read.size, tuple(chunks)) for read, chunks in zip(self._reads, found, strict=True)]
 
@@ -138,6 +141,8 @@ class _Reader:
         size = min(CHUNK_BYTES, read.size - offset)
         buffers = read.into(offset, size) if read.into is not None else [self._scratch()[:size]]
         _read_exactly(read.path, descriptor, buffers, offset)
+        # What this thread is likely to read next comes while it digests.
+        os.posix_fadvise(descriptor, offset + self._threads * CHUNK_BYTES, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
         digest = chunk_digest(buffers)
         if read.expected is not None and digest != read.expected[index]:
             raise InvalidArtifact(
