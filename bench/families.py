@@ -120,7 +120,7 @@ def run(pool: Pool, tokens: Sequence[int], start: int, table: Sequence[int]) -> 
 
 
 def measure(family: str, path: Path, dtype: KvDtype, reference: Reference, *, compiled: bool) -> Row | None:
-    """One row; None where the compiled kernels were asked for and do not cover the family."""
+    """One row; None where the compiled kernels were asked for and cannot be had."""
     tokens, expected = reference.tokens, reference.logits
     shared, chunk = 16 * SHARED_BLOCKS, 48
     with ExitStack() as stack:

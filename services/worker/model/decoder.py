@@ -1,7 +1,7 @@
 """What a runner needs of a decoder: one forward pass over a checked batch. Two implementations, one meaning.
 
-`NativeDecoder` runs the compiled kernels; `TorchDecoder` is the same arithmetic in plain torch, for what the compiled
-kernels do not cover, for machines without a compiler and as the reference in tests.
+`NativeDecoder` runs the compiled kernels; `TorchDecoder` is the same arithmetic in plain torch, for machines
+without a compiler and as the reference in tests.
 """
 
 from __future__ import annotations
