@@ -201,7 +201,7 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    """Measure every family, print the table, write it as JSON."""
+    """Measure every family, print the table, write what there is of it as JSON after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=[*MODELS, DEFAULT_MODEL], nargs="*", default=[*MODELS, DEFAULT_MODEL])
     parser.add_argument("--output", type=Path, default=RESULT_FILE)
@@ -215,7 +215,7 @@ def main() -> None:
             for row in default_model_rows() if name == DEFAULT_MODEL else family_rows(name, Path(folder)):
                 rows.append(row)
                 print(line(row), flush=True)
-    write_result(arguments.output, rows)
+        write_result(arguments.output, rows)
 
 
 def write_result(path: Path, rows: Sequence[Row]) -> None:
