@@ -158,5 +158,3 @@ class ModelConfig:
             return
         if not 0 < moe.experts_per_token <= moe.num_experts:
             raise UnsupportedModel(f"experts_per_token = {moe.experts_per_token}: there are {moe.num_experts} experts")
-        if moe.intermediate_size < LANES or moe.intermediate_size % LANES:
-            raise UnsupportedModel(f"experts of size {moe.intermediate_size}: must be a multiple of {LANES}")

@@ -73,7 +73,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"sliding_window": -5}, "windows: -5"),
     ("qwen3_moe", {"num_experts": 4, "decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "experts_per_token = 5"),
-    ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}, "experts of size 20"),
+    ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}, "intermediate_size = 20"),
     ("llama", {"num_key_value_heads": True}, "num_key_value_heads = True"),
 ]
 
