@@ -133,6 +133,7 @@ class Planner:
             *_flag("model", f"{model.name}={model.path}"),
             *_flag("device", options.device),
             *_flag("dtype", options.dtype),
+            *_flag("weight-dtype", options.weight_dtype),
             *_flag("threads", options.threads),
             *_flag("kv-cache-bytes", _bytes(options.kv_cache_mb)),
         )

@@ -40,6 +40,9 @@ class WorkerSettings(ServiceSettings):
     model_copy_timeout_s: float = Field(1800.0, gt=0, description="Longest time until a model has been copied.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights, activations and KV cache.")
+    weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4"] = Field(
+        "dtype", description="What the weights of linear layers are rounded to; on cpu, with dtype bfloat16."
+    )
     threads: int = Field(0, ge=0, le=1024, description="Compute threads; 0: one for each core.")
     exact: Literal["auto", "on", "off"] = Field(
         "auto", description="Results that do not depend on the batch; auto: on on cpu, off on cuda."
@@ -98,6 +101,10 @@ def check_settings(settings: WorkerSettings) -> None:
         )
     if settings.device == "cpu" and settings.kv_dtype not in ("auto", settings.dtype):
         raise ConfigurationError(f"worker: kv_dtype='{settings.kv_dtype}': on cpu the KV cache has dtype")
+    if settings.weight_dtype != "dtype" and (settings.device, settings.dtype) != ("cpu", "bfloat16"):
+        raise ConfigurationError(
+            f"worker: weight_dtype='{settings.weight_dtype}': needs device='cpu' and dtype='bfloat16'"
+        )
     if 0 < settings.kv_cache_bytes < 2**20:
         raise ConfigurationError(f"worker: kv_cache_bytes={settings.kv_cache_bytes}: at least 1048576, or 0")
     if settings.max_running > settings.step_token_budget:

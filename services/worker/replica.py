@@ -125,6 +125,7 @@ async def _start_engine(settings: WorkerSettings, source: ModelSource, parts: Sh
         pool_fd=parts.pool_fd,
         model_path=str(source.path),
         dtype=settings.dtype,
+        weight_dtype=settings.weight_dtype,
         threads=settings.threads,
         device=settings.device,
         exact=settings.exact,

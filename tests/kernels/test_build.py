@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.cpu import build, library
+from kernels.cpu import build, library, probe
 from kernels.cpu.packing import pack_linear
 from kernels.cpu.structs import linear_struct
 from kernels.paged_attention import paged_attention
@@ -77,3 +77,10 @@ def test_the_portable_form_computes_the_same(tmp_path: Path, monkeypatch: pytest
         found = library.paged_attention(query, pool, 0, batch, scale=0.125, num_threads=2)
         expected = paged_attention(query, pool, 0, batch, scale=0.125)
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_the_machine_is_measured() -> None:
+    """Between what nothing is slower than and what nothing reaches."""
+    assert 1e8 < probe.read_bytes_per_s(1) < 1e12
+    for products in ("float32", "bfloat16", "int8"):
+        assert 1e8 < probe.operations_per_s(products, 1) < 1e13

@@ -8,6 +8,7 @@
 #include "elementwise.h"
 #include "linear.h"
 #include "moe.h"
+#include "probe.h"
 
 struct Layer {
     const float* attention_norm;
@@ -207,6 +208,19 @@ static void attention_alone(const T* q, T* out, const Batch& batch, const Pool<T
 
 KVM_EXPORT(float, f32)
 KVM_EXPORT(bf16, bf16)
+
+extern "C" void kvm_read_once(const char* memory, size_t bytes, int num_threads) {
+    read_once(memory, bytes, num_threads);
+}
+
+extern "C" void kvm_multiply_in_place(int kind, int rounds, int num_threads) {
+    if (kind == 0) multiply_in_place<float>(rounds, num_threads);
+    if (kind == 1) multiply_in_place<bf16>(rounds, num_threads);
+    if (kind == 2) multiply_in_place<quad8>(rounds, num_threads);
+}
+
+// Rows of the probe's tile times units: operations of a round are 2 * this * 32 * values of a unit.
+extern "C" int kvm_probe_units() { return kRowsOf2 * kProbeUnits; }
 
 extern "C" const char* kvm_instruction_set() {
 #if defined(__AVX512BF16__)

@@ -32,6 +32,10 @@ def up(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: cpu)")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32. (default: bfloat16)")] = None,
+    weight_dtype: Annotated[
+        str | None,
+        typer.Option(help="dtype, int8, int8-dynamic or int4: what weights are rounded to. (default: dtype)"),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Compute threads of a worker. (default: the cores shared out)")
     ] = None,
@@ -69,6 +73,7 @@ def up(
         models=tuple(model) if model else None,
         device=device,
         dtype=dtype,
+        weight_dtype=weight_dtype,
         threads=threads,
         kv_cache_mb=kv_cache_mb,
         kvstore_mb=kvstore_mb,

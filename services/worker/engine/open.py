@@ -73,6 +73,7 @@ def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgres
     runner = load_runner(
         path,
         dtype=config.dtype,
+        weight_dtype=config.weight_dtype,
         pool_buffer=shared,
         num_threads=threads,
         served_context=context,
