@@ -39,7 +39,7 @@ def read_bytes_per_s(num_threads: int) -> float:
 
 
 def operations_per_s(products: Products, num_threads: int) -> float:
-    """Best of some runs of the register-blocked product on operands in the first-level cache; product and sum are two."""
+    """Best of some runs of the register-blocked product on operands in the first-level cache; product and sum: two."""
     kind, values = _KINDS[products]
     operations: float = 2.0 * library().kvm_probe_units() * PANEL_COLUMNS * values * ROUNDS * num_threads
     arguments = c_int(kind), c_int(ROUNDS), c_int(num_threads)
