@@ -90,7 +90,8 @@ def make_model(folder: Path, layers: int) -> None:
             tensors[f"{prefix}{name}.weight"] = matrix(rows, columns)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = matrix(1, _HIDDEN)[0]
-    names, placed = sorted(tensors), {}
+    names = sorted(tensors)
+    placed: dict[str, str] = {}
     for number, part in enumerate((names[::2], names[1::2]), 1):
         file = f"model-{number:05}-of-00002.safetensors"
         save_file({name: tensors[name] for name in part}, folder / file)

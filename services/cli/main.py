@@ -33,8 +33,9 @@ app.command()(logs)
 app.command()(chat)
 app.command()(doctor)
 ctl.add_typer(kv, name="kv")
-for command in (memory, load, unload):
-    ctl.command()(command)
+ctl.command()(memory)
+ctl.command()(load)
+ctl.command()(unload)
 app.add_typer(ctl, name="ctl")
 app.add_typer(models, name="models")
 for command in (service.bench, service.gateway, service.router, service.kvstore, service.worker):

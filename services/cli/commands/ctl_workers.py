@@ -88,7 +88,7 @@ class _Control:
     async def unload(self) -> None:
         await self._stub.UnloadModel(pb.UnloadModelRequest(), timeout=_TIMEOUT_S, metadata=self._metadata)
 
-    async def settled(self, phase: pb.WorkerPhase, wait_s: float) -> pb.WorkerStatus:
+    async def settled(self, phase: pb.WorkerPhase.ValueType, wait_s: float) -> pb.WorkerStatus:
         """The status once the worker is in the phase, or idle with an error; as it is at the end of the wait."""
         deadline_s = time.monotonic() + wait_s
         told = ""
