@@ -8,6 +8,8 @@ contiguous, and one checksum covers a head with its scales. A header says this a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kernels.batch import BLOCK_TOKENS
@@ -34,11 +36,8 @@ def gather_blocks(
 
     As many heads from `first_head` on as the staging's rows hold.
     """
-    for row, slot in zip(staging, slots.tolist(), strict=True):
-        if slot >= 0:
-            for head, part in enumerate(row.view(-1, head_bytes(pool, kv_scales)), first_head):
-                for source, wanted in _parts(pool, kv_scales, slot, head, part):
-                    wanted.copy_(source)
+    for pooled, staged in _pairs(pool, slots, staging, first_head, kv_scales):
+        staged.copy_(pooled)
 
 
 def scatter_blocks(
@@ -50,19 +49,19 @@ def scatter_blocks(
     kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Copy blocks into the pool, the reverse of gather_blocks. No slot may be there twice."""
-    for row, slot in zip(staging, slots.tolist(), strict=True):
-        if slot >= 0:
-            for head, part in enumerate(row.view(-1, head_bytes(pool, kv_scales)), first_head):
-                for wanted, source in _parts(pool, kv_scales, slot, head, part):
-                    wanted.copy_(source)
+    for pooled, staged in _pairs(pool, slots, staging, first_head, kv_scales):
+        pooled.copy_(staged)
 
 
-def _parts(
-    pool: torch.Tensor, kv_scales: torch.Tensor | None, slot: int, head: int, part: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(
+    pool: torch.Tensor, slots: torch.Tensor, staging: torch.Tensor, first_head: int, kv_scales: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Bytes in the pool and in flight that belong together."""
-    data = pool[slot, head].view(torch.uint8).flatten()
-    pairs = [(data, part[: len(data)])]
-    if kv_scales is not None:
-        pairs.append((kv_scales[slot, head].view(torch.uint8).flatten(), part[len(data) :]))
-    return pairs
+    for row, slot in zip(staging, slots.tolist(), strict=True):
+        if slot < 0:
+            continue
+        for head, part in enumerate(row.view(-1, head_bytes(pool, kv_scales)), first_head):
+            data = pool[slot, head].view(torch.uint8).flatten()
+            yield data, part[: len(data)]
+            if kv_scales is not None:
+                yield kv_scales[slot, head].view(torch.uint8).flatten(), part[len(data) :]

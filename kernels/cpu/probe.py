@@ -15,8 +15,8 @@ from kernels.linear import PANEL_COLUMNS
 
 Products = Literal["float32", "bfloat16", "int8"]
 
+# Number of the kernel's kind, and values in one unit of a row.
 _KINDS: dict[Products, tuple[int, int]] = {"float32": (0, 1), "bfloat16": (1, 2), "int8": (2, 4)}
-"""Number of the kernel's kind, and values in one unit of a row."""
 READ_BYTES = 256 * 2**20
 ROUNDS = 20_000
 TRIES = 9

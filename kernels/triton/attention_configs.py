@@ -15,6 +15,7 @@ Kind = Literal["decode", "prefill", "exact"]
 
 # Tokens after which exact mode restarts its sums. A multiple of every BLOCK_N.
 SPAN_TOKENS = 1024
+# Rows of the smallest product of matrices.
 MIN_ROWS = 16
 
 
@@ -62,8 +63,13 @@ def attention_config(
     key = kind, padded_dim(head_dim)
     older = (_SM80_QUANTISED if quantised else _SM80).get(key) if architecture < 90 else None
     found = _F32 if dtype == torch.float32 else older or _TABLE[key]
-    rows = max(found.block_m, 1 << (group - 1).bit_length())
+    rows = max(found.block_m, padded_rows(group))
     return AttentionConfig(rows, found.block_n, found.num_warps, found.num_stages)
+
+
+def padded_rows(group: int) -> int:
+    """Rows of the smallest tile that holds one token's heads of a KV head."""
+    return max(MIN_ROWS, 1 << (group - 1).bit_length())
 
 
 def padded_dim(head_dim: int) -> int:

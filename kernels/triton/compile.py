@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -72,7 +72,7 @@ def compile_form(name: str, architecture: int) -> CompiledForm:
         )
         shared = int(compiled.metadata.shared)
         registers, spilled = resources(compiled.asm["cubin"])
-        error = _objection(form, architecture, spilled, shared)
+        error = _objection(architecture, spilled, shared)
     except Exception as failure:  # whatever the compiler raises is the form's result
         error = f"{type(failure).__name__}: {failure}"
     seconds = round(time.perf_counter() - start, 2)
@@ -115,24 +115,21 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def _objection(form: KernelConfig, architecture: int, spilled: int, shared: int) -> str:
+def _objection(architecture: int, spilled: int, shared: int) -> str:
     if shared > SHARED_BYTES[architecture]:
         return f"{shared} bytes of shared memory, {SHARED_BYTES[architecture]} at most"
-    return f"{spilled} bytes of spilled registers" if spilled and not form.may_spill else ""
+    return f"{spilled} bytes of spilled registers" if spilled else ""
 
 
-def compile_all(only: str, num_processes: int, report: Callable[[CompiledForm], None]) -> list[CompiledForm]:
-    """All forms for all their architectures, in processes of their own; `report` hears of each when it is done."""
+def compile_all(only: str, num_processes: int) -> list[CompiledForm]:
+    """All forms for all their architectures, in processes of their own."""
     tasks = [(form.name, architecture) for form in shipped(only).values() for architecture in form.architectures]
     with (
         tempfile.TemporaryDirectory(prefix="kvmesh-triton-") as cache,
         ProcessPoolExecutor(num_processes, get_context("spawn"), initializer=_prepare, initargs=(cache,)) as pool,
     ):
         waiting = [pool.submit(compile_form, *task) for task in tasks]
-        done = []
-        for future in as_completed(waiting, timeout=TIMEOUT_S):
-            done.append(future.result())
-            report(done[-1])
+        done = [future.result() for future in as_completed(waiting, timeout=TIMEOUT_S)]
     return sorted(done, key=lambda form: (form.name, form.architecture))
 
 
@@ -159,7 +156,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: this process interprets kernels and cannot compile them")
-    forms = compile_all(chosen.only, chosen.processes, lambda form: None)
+    forms = compile_all(chosen.only, chosen.processes)
     print(json.dumps([asdict(form) for form in forms], indent=1) if chosen.json else "\n".join(table(forms)))
     return 1 if any(form.error for form in forms) or not forms else 0
 

@@ -13,7 +13,14 @@ from typing import Literal
 import torch
 
 from kernels.kv_quantisation import is_quantised
-from kernels.triton.attention_configs import SPAN_TOKENS, AttentionConfig, Kind, attention_config, padded_dim
+from kernels.triton.attention_configs import (
+    SPAN_TOKENS,
+    AttentionConfig,
+    Kind,
+    attention_config,
+    padded_dim,
+    padded_rows,
+)
 from kernels.triton.attention_kernel import attend
 from kernels.triton.attention_merge import merge
 from kernels.triton.device_batch import DeviceBatch
@@ -145,7 +152,7 @@ def _plan(
     tokens, heads, head_dim = query.shape
     kv_heads = pool.shape[1]
     group = heads // kv_heads
-    kind: Kind = "exact" if exact else "decode" if batch.max_query_len * group <= _decode_rows(group) else "prefill"
+    kind: Kind = "exact" if exact else "decode" if batch.max_query_len * group <= padded_rows(group) else "prefill"
     chosen = config or attention_config(
         kind, group, head_dim, query.dtype, architecture(query.device), quantised=is_quantised(pool.dtype)
     )
@@ -174,11 +181,6 @@ def choose_splits(programs: int, resident: int, most: int) -> int:
     fill = [programs * splits / resident for splits in range(1, max(most, 1) + 1)]
     shares = [rounds / math.ceil(rounds) if rounds else 1.0 for rounds in fill]
     return next(splits for splits, share in enumerate(shares, 1) if share >= NEARLY * max(shares))
-
-
-def _decode_rows(group: int) -> int:
-    """Rows up to which a sequence's query tokens are decoded as one small tile."""
-    return max(16, 1 << (group - 1).bit_length())
 
 
 def _check(query: torch.Tensor, pool: torch.Tensor, kv_scales: torch.Tensor | None, scale: float) -> None:

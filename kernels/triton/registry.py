@@ -32,8 +32,8 @@ class KernelConfig:
 
     kernel: what @triton.jit made. signature: the Triton type of each argument that is not in `constants`, in any order:
     "*bf16", "i32", "fp32". constants: values of its constexpr arguments; None also for pointers that are not given.
-    aligned: arguments that are multiples of 16 (pointers: in bytes), as the launcher guarantees. may_spill: whether
-    registers kept in memory are accepted. architectures: compute capabilities it is shipped for.
+    aligned: arguments that are multiples of 16 (pointers: in bytes), as the launcher guarantees. architectures:
+    compute capabilities it is shipped for.
     """
 
     name: str
@@ -44,7 +44,6 @@ class KernelConfig:
     num_warps: int = 4
     num_stages: int = 3
     options: Mapping[str, object] = field(default_factory=dict)
-    may_spill: bool = False
     architectures: tuple[int, ...] = (80, 90)
 
 

@@ -54,8 +54,8 @@ class NativeDecoder:
         self.pool = pool.blocks
         self._kept: list[object] = []
         self._memory = HugePages()
+        # What a decode step reads of the linear layers: their panels.
         self.linear_bytes = 0
-        """What a decode step reads of the linear layers: their panels."""
         self._rotary = self._rotary_tables(num_positions)
         self._layers = (LayerStruct * config.num_layers)(*map(self._layer, range(config.num_layers), weights.layers))
         self._model = ModelStruct(
