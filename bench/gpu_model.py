@@ -32,8 +32,8 @@ from services.worker.model.torch_decoder import TorchDecoder
 from services.worker.model.weights import LayerWeights, MlpWeights, ModelWeights
 
 DECODE_TARGET = 1.25
-KINDS: tuple[WeightKind, ...] = ("stored", "float8", "int8", "int4")
-KINDS_INTERPRETED: tuple[WeightKind, ...] = ("stored", "float8")
+KINDS: tuple[WeightKind, ...] = ("dtype", "float8", "int8", "int4")
+KINDS_INTERPRETED: tuple[WeightKind, ...] = ("dtype", "float8")
 # Of the tiny model: products and residual stream round to BF16 a dozen times on the way to its logits.
 MODEL_TOLERANCE = 6e-2
 
@@ -201,7 +201,7 @@ def check_model(device: torch.device) -> float:
     config = model_config(TINY)
     torch.manual_seed(0)
     weights = random_weights(config, torch.device("cpu"))
-    bench = Bench(device, TINY, "stored", weights)
+    bench = Bench(device, TINY, "dtype", weights)
     layout = KvLayout(TINY.kv_heads, TINY.layers, TINY.head_dim, "bfloat16")
     reference = TorchDecoder(config, weights, KvPool.on_device(torch.device("cpu"), layout, 600), 64)
     worst = 0.0

@@ -17,7 +17,7 @@ import torch
 
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.gateway.text.text_model import load_text_model
-from services.worker.model.layout import WeightDtype
+from services.worker.model.layout import CpuWeightDtype
 from services.worker.model.load import kv_layout, load_runner, open_model
 from services.worker.model.runner import CpuRunner
 from services.worker.model.step import StepInput
@@ -74,7 +74,7 @@ def main() -> None:
     layout = kv_layout(open_model(resolved.path).config, "bfloat16")
     tokens: list[int] = []
     reference = torch.empty(0)
-    for weight_dtype in get_args(WeightDtype):
+    for weight_dtype in get_args(CpuWeightDtype):
         pool = mmap.mmap(-1, layout.pool_bytes(NUM_BLOCKS))
         with load_runner(resolved.path, weight_dtype=weight_dtype, pool_buffer=pool, served_context=CONTEXT) as runner:
             tokens = tokens or continued(runner, prompt, arguments.continuation)

@@ -24,7 +24,7 @@ class MeshOptions(BaseModel):
     models: tuple[str, ...] = (DEFAULT_MODEL,)
     device: Literal["cpu", "cuda"] | None = None
     dtype: Literal["bfloat16", "float32"] | None = None
-    weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4"] | None = None
+    weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4", "float8"] | None = None
     kv_cache_mb: int | None = Field(None, ge=1)
     kvstore_mb: int | None = Field(None, ge=1)
     kvstore_ssd_mb: int | None = Field(None, ge=16)

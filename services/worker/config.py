@@ -40,8 +40,10 @@ class WorkerSettings(ServiceSettings):
     model_copy_timeout_s: float = Field(1800.0, gt=0, description="Longest time until a model has been copied.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights, activations and KV cache.")
-    weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4"] = Field(
-        "dtype", description="What the weights of linear layers are rounded to; on cpu, with dtype bfloat16."
+    weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4", "float8"] = Field(
+        "dtype",
+        description="What the weights of linear layers are rounded to, with dtype bfloat16; int8-dynamic on cpu, "
+        "float8 on cuda without exact mode.",
     )
     threads: int = Field(0, ge=0, le=1024, description="Compute threads; 0: one for each core.")
     exact: Literal["auto", "on", "off"] = Field(
@@ -101,13 +103,21 @@ def check_settings(settings: WorkerSettings) -> None:
         )
     if settings.device == "cpu" and settings.kv_dtype not in ("auto", settings.dtype):
         raise ConfigurationError(f"worker: kv_dtype='{settings.kv_dtype}': on cpu the KV cache has dtype")
-    if settings.weight_dtype != "dtype" and (settings.device, settings.dtype) != ("cpu", "bfloat16"):
-        raise ConfigurationError(
-            f"worker: weight_dtype='{settings.weight_dtype}': needs device='cpu' and dtype='bfloat16'"
-        )
+    _check_weights(settings)
     if 0 < settings.kv_cache_bytes < 2**20:
         raise ConfigurationError(f"worker: kv_cache_bytes={settings.kv_cache_bytes}: at least 1048576, or 0")
     if settings.max_running > settings.step_token_budget:
         raise ConfigurationError(
             f"worker: max_running={settings.max_running}: above step_token_budget={settings.step_token_budget}"
         )
+
+
+def _check_weights(settings: WorkerSettings) -> None:
+    rounded = f"worker: weight_dtype='{settings.weight_dtype}'"
+    device = {"int8-dynamic": "cpu", "float8": "cuda"}.get(settings.weight_dtype, settings.device)
+    if device != settings.device:
+        raise ConfigurationError(f"{rounded}: needs device='{device}'")
+    if settings.weight_dtype != "dtype" and settings.dtype != "bfloat16":
+        raise ConfigurationError(f"{rounded}: needs dtype='bfloat16'")
+    if settings.weight_dtype == "float8" and settings.exact == "on":
+        raise ConfigurationError(f"{rounded}: its products depend on the batch, which exact='on' forbids")

@@ -34,7 +34,7 @@ def up(
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32. (default: bfloat16)")] = None,
     weight_dtype: Annotated[
         str | None,
-        typer.Option(help="dtype, int8, int8-dynamic or int4: what weights are rounded to. (default: dtype)"),
+        typer.Option(help="dtype, int8, int8-dynamic, int4 or float8: what weights are rounded to. (default: dtype)"),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Compute threads of a worker. (default: the cores shared out)")

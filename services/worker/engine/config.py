@@ -22,7 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pool_fd: int
     model_path: str
     dtype: Literal["bfloat16", "float32"]
-    weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4"]
+    weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4", "float8"]
     threads: int
     device: Literal["cpu", "cuda"]
     exact: Literal["auto", "on", "off"]

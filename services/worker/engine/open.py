@@ -60,6 +60,8 @@ def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgres
         from services.worker.engine.open_cuda import open_device
 
         return open_device(config, device, tell)
+    if config.weight_dtype == "float8":
+        raise ValueError("weight_dtype=float8: is for device cuda")
     path = Path(config.model_path)
     files = open_model(path)
     model = files.config

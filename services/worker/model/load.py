@@ -29,7 +29,7 @@ from services.worker.model.gguf_file import read_gguf
 from services.worker.model.gguf_source import GgufSource
 from services.worker.model.hf_config import read_hf_config
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool, PoolBuffer
-from services.worker.model.layout import KV_DTYPE_BYTES, KvDtype, KvLayout, WeightDtype
+from services.worker.model.layout import KV_DTYPE_BYTES, CpuWeightDtype, KvDtype, KvLayout, WeightDtype
 from services.worker.model.memory import MemoryMap, step_bytes
 from services.worker.model.native_decoder import NativeDecoder
 from services.worker.model.reading import Extent, WeightFile, read_weights
@@ -107,7 +107,7 @@ def load_runner(
     path: Path,
     *,
     dtype: KvDtype = "bfloat16",
-    weight_dtype: WeightDtype = "dtype",
+    weight_dtype: CpuWeightDtype = "dtype",
     pool_buffer: PoolBuffer,
     num_threads: int | None = None,
     served_context: int | None = None,

@@ -12,7 +12,7 @@ from bench.family_models import MODELS, VOCAB_SIZE, make_model, save_model
 from services.common.settings import ConfigurationError
 from services.worker.config import WorkerSettings, check_settings
 from services.worker.model.errors import UnsupportedModel
-from services.worker.model.layout import ComputeDtype, WeightDtype
+from services.worker.model.layout import ComputeDtype, CpuWeightDtype
 from services.worker.model.load import kv_layout, load_runner, open_model
 from services.worker.model.runner import CpuRunner
 
@@ -20,7 +20,7 @@ from .steps import Chunk, run, run_in_chunks
 
 TABLE = list(range(5))
 # Mean relative error of the logits against bfloat16 weights; random weights are harder to round than trained ones.
-ERRORS: dict[WeightDtype, float] = {"int8": 0.05, "int8-dynamic": 0.15, "int4": 0.6}
+ERRORS: dict[CpuWeightDtype, float] = {"int8": 0.05, "int8-dynamic": 0.15, "int4": 0.6}
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(make_model(next(iter(MODELS))), tmp_path_factory.mktemp("model"))
 
 
-def loaded(folder: Path, weight_dtype: WeightDtype, dtype: ComputeDtype = "bfloat16") -> CpuRunner:
+def loaded(folder: Path, weight_dtype: CpuWeightDtype, dtype: ComputeDtype = "bfloat16") -> CpuRunner:
     layout = kv_layout(open_model(folder).config, dtype)
     pool = mmap.mmap(-1, layout.pool_bytes(16))
     return load_runner(folder, dtype=dtype, weight_dtype=weight_dtype, pool_buffer=pool, served_context=128)
 
 
 @pytest.mark.parametrize("weight_dtype", ERRORS)
-def test_close_and_exact(folder: Path, weight_dtype: WeightDtype) -> None:
+def test_close_and_exact(folder: Path, weight_dtype: CpuWeightDtype) -> None:
     tokens = torch.randint(3, VOCAB_SIZE, (70,), generator=torch.Generator().manual_seed(1)).tolist()
     with loaded(folder, "dtype") as plain, loaded(folder, weight_dtype) as rounded:
         expected, found = run(plain, Chunk(tokens, 0, TABLE)), run(rounded, Chunk(tokens, 0, TABLE))

@@ -17,7 +17,7 @@ from kernels.quantised_linear import QuantisedWeight, quantise
 from kernels.triton.linear import linear
 from kernels.triton.quantised_linear import quantised_linear
 
-WeightKind = Literal["stored", "int8", "int4", "float8"]
+WeightKind = Literal["dtype", "int8", "int4", "float8"]
 # Values of one scale: of INT4 a length that costs little memory and little accuracy.
 INT4_GROUP = 128
 _LARGEST_E4M3 = 448.0
@@ -98,7 +98,7 @@ def make_layer(weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind
     INT4 takes groups of 128 where they divide k, else of 32, and INT8 for a k that no group divides. Raises ValueError
     for FP8 in exact mode.
     """
-    if kind == "stored":
+    if kind == "dtype":
         return DenseLayer(weight, bias, exact=exact)
     if kind == "float8":
         if exact:

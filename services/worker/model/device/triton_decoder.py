@@ -52,7 +52,7 @@ class _Layer:
 class TritonDecoder:
     """A Decoder on the device of its pool.
 
-    weights: of what linear layers are made; router, experts, embedding and head stay as stored. The pool may be another
+    kind: what linear layers are made of; router, experts, embedding and head stay as stored. The pool may be another
     one later (`use_pool`): the largest step is measured over a small one first.
     """
 
@@ -64,7 +64,7 @@ class TritonDecoder:
         num_positions: int,
         *,
         exact: bool,
-        kind: WeightKind = "stored",
+        kind: WeightKind = "dtype",
     ) -> None:
         self.backend = f"triton {pool.blocks.device.type}{' exact' if exact else ''}"
         self._config = config
@@ -81,7 +81,7 @@ class TritonDecoder:
         ]
         self._final_norm = self._move(weights.final_norm)
         tied = weights.head is weights.embedding
-        self._head = make_layer(self._embedding if tied else self._move(weights.head), None, "stored", exact=exact)
+        self._head = make_layer(self._embedding if tied else self._move(weights.head), None, "dtype", exact=exact)
 
     @property
     def pool(self) -> torch.Tensor:
@@ -191,7 +191,7 @@ class TritonDecoder:
 
         mlp, experts, gate_up, down = layer.mlp, None, None, None
         if isinstance(mlp, ExpertWeights):
-            router = make_layer(self._move(mlp.router), None, "stored", exact=self._exact)
+            router = make_layer(self._move(mlp.router), None, "dtype", exact=self._exact)
             experts = _Experts(router, self._move(mlp.gate_up), self._move(mlp.down))
         else:
             gate_up, down = make(torch.cat((mlp.gate, mlp.up))), make(mlp.down)

@@ -41,7 +41,7 @@ def triton_decoder(
     dtype: KvDtype,
     *,
     exact: bool = False,
-    kind: WeightKind = "stored",
+    kind: WeightKind = "dtype",
 ) -> TritonDecoder:
     """Over a pool of its own."""
     return TritonDecoder(config, weights, make_pool(config, dtype), CONTEXT, exact=exact, kind=kind)

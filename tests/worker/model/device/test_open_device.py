@@ -55,8 +55,7 @@ def engine_config(folder: Path, pool_fd: int, **changes: object) -> EngineConfig
         "max_served_blocks": 8,
         "weight_dtype": "dtype",
     }
-    known = {name: value for name, value in fields.items() if name in EngineConfig.__struct_fields__}
-    return EngineConfig(**(known | changes))  # type: ignore[arg-type]
+    return EngineConfig(**(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -98,12 +97,29 @@ def test_a_device_that_is_not_there_is_one_clear_line(tmp_path: Path, pool_fd: i
         ({"exact": "off"}, "exact='off': on cpu results never depend on the batch"),
         ({"kv_dtype": "int8"}, "kv_dtype='int8': on cpu the KV cache has dtype"),
         ({"kv_cache_bytes": 1000}, "kv_cache_bytes=1000: at least"),
+        ({"weight_dtype": "float8"}, "weight_dtype='float8': needs device='cuda'"),
+        ({"weight_dtype": "int8-dynamic", "device": "cuda"}, "weight_dtype='int8-dynamic': needs device='cpu'"),
+        ({"weight_dtype": "int4", "device": "cuda", "dtype": "float32"}, "weight_dtype='int4': needs dtype='bfloat16'"),
+        ({"weight_dtype": "float8", "device": "cuda", "exact": "on"}, "weight_dtype='float8': its products depend"),
     ],
 )
-def test_settings_that_cpu_cannot_have(changes: dict[str, object], message: str) -> None:
+def test_settings_that_a_device_cannot_have(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_settings(WorkerSettings(**changes))  # type: ignore[arg-type]
-    check_settings(WorkerSettings(device="cuda", exact="off", kv_dtype="int8"))
+    check_settings(WorkerSettings(device="cuda", exact="off", kv_dtype="int8", weight_dtype="float8"))
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4", "float8"])
+def test_rounded_weights_are_another_model_and_say_so(tmp_path: Path, pool_fd: int, weight_dtype: str) -> None:
+    folder = save_model(make_model("llama3"), tmp_path)
+    opened = [
+        open_device(engine_config(folder, pool_fd, dtype="bfloat16", weight_dtype=name), CPU, lambda _: None)
+        for name in ("dtype", weight_dtype)
+    ]
+    plain, rounded = (replica.runner.spec for replica in opened)
+    assert plain.digest != rounded.digest
+    assert rounded.weight_format == f"{plain.weight_format} as {weight_dtype}"
+    assert measure(opened[1].runner, num_blocks=8, max_context=96, vocab_size=rounded.vocab_size).decode_step_s > 0
 
 
 def test_a_pool_into_which_no_block_fits_is_refused(tmp_path: Path, pool_fd: int) -> None:

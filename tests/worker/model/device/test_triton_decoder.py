@@ -65,7 +65,7 @@ def test_a_quantised_pool_is_near(dtype: KvDtype, tmp_path: Path) -> None:
     assert 1e-4 < errors(found, expected).median() < (0.25 if dtype == "float8_e4m3fn" else 0.05)
 
 
-@pytest.mark.parametrize("kind", ["stored", "int8"])
+@pytest.mark.parametrize("kind", ["dtype", "int8"])
 def test_exact_mode_gives_a_row_the_same_bits_in_every_batch(kind: str, tmp_path: Path) -> None:
     config, weights = load("gemma2", tmp_path, "float32")
     decoder = triton_decoder(config, weights, "float32", exact=True, kind=kind)  # type: ignore[arg-type]
