@@ -17,7 +17,7 @@ from kernels.activation import Activation
 from kernels.triton.activation import gated_multiply
 from kernels.triton.dot import dot
 from kernels.triton.grouping import Groups
-from kernels.triton.linear import Tile
+from kernels.triton.linear_configs import Tile
 from kernels.triton.registry import KernelConfig, pointer
 
 

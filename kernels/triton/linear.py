@@ -11,71 +11,20 @@ whatever the number of rows and no split, so that a row's sum is always the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.triton.dot import dot
+from kernels.triton.linear_configs import DECODE, EXACT, MIDDLE, PREFILL, Tile, choose, fitted
 from kernels.triton.registry import KernelConfig, pointer
 from kernels.triton.weight_tiles import converted, less_zero, nibbles, scaled
 
-# Programs that keep an H100-sized device (132 processors) busy; more splits than this buy nothing.
-_FULL_DEVICE = 264
-_MAX_SPLITS = 8
-_MIN_SPLIT_TILES = 8
 _SUM_BLOCK = 1024
 # Tiles of rows that share a stripe of weight tiles, for the second-level cache.
 _STRIPE = 8
-DECODE_ROWS = 16
-MIDDLE_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows, outputs and inner length of one program's step, and its launch options."""
-
-    rows: int
-    outputs: int
-    inner: int
-    num_warps: int
-    num_stages: int
-
-
-# By format of the weight: bits, and "g" where groups along k are scaled (a second accumulator). Chosen by what the
-# compiler reports (no spills, shared memory; kernels/triton/compile prints them) and by the bytes in flight.
-DECODE = {
-    "16": Tile(16, 32, 128, 4, 5),
-    "8": Tile(16, 32, 128, 4, 5),
-    "8g": Tile(16, 32, 128, 4, 5),
-    "4": Tile(16, 32, 128, 4, 5),
-    "4g": Tile(16, 64, 128, 4, 5),
-}
-MIDDLE = {
-    "16": Tile(64, 64, 128, 4, 4),
-    "8": Tile(64, 64, 128, 4, 4),
-    "8g": Tile(64, 64, 128, 8, 4),
-    "4": Tile(64, 64, 128, 8, 4),
-    "4g": Tile(64, 64, 64, 8, 5),
-}
-PREFILL = {
-    "16": Tile(128, 128, 64, 8, 3),
-    "8": Tile(128, 128, 64, 8, 3),
-    "8g": Tile(128, 64, 64, 8, 3),
-    "4": Tile(128, 128, 64, 8, 3),
-    "4g": Tile(128, 64, 64, 8, 3),
-}
-EXACT = {
-    "16": Tile(64, 64, 64, 8, 4),
-    "8": Tile(32, 64, 128, 4, 4),
-    "8g": Tile(32, 64, 128, 4, 4),
-    "4": Tile(32, 64, 128, 4, 4),
-    "4g": Tile(32, 64, 128, 4, 4),
-}
-_MAX_STAGES = 6
-# A group shorter than this is scaled inside the tile, each weight rounded to the activations' dtype.
-_MIN_INNER = 64
 
 
 # What follows from the number of rows is no reason to compile again.
@@ -240,7 +189,7 @@ def multiply(
         out = torch.empty(rows, weight.n, dtype=dtype, device=x.device)
     if not rows:
         return out
-    tile, splits = choose(rows, weight, exact=exact)
+    tile, splits = choose(rows, (weight.n, k), weight.bits, weight.group, exact=exact)
     if splits == 1:
         _launch(x, weight, bias, out, tile, 1)
         return out
@@ -250,30 +199,6 @@ def multiply(
         parts, bias, out, weight.n, out.stride(0), parts.stride(0), SPLITS=splits, BLOCK=_SUM_BLOCK
     )
     return out
-
-
-def choose(rows: int, weight: Operand, *, exact: bool) -> tuple[Tile, int]:
-    """The tile and the number of splits; in exact mode neither depends on the number of rows."""
-    if exact:
-        return fitted(EXACT, weight.bits, weight.group), 1
-    if rows > DECODE_ROWS:
-        return fitted(MIDDLE if rows <= MIDDLE_ROWS else PREFILL, weight.bits, weight.group), 1
-    tile = fitted(DECODE, weight.bits, weight.group)
-    programs = triton.cdiv(weight.n, tile.outputs)
-    wanted = min(_FULL_DEVICE // programs, triton.cdiv(weight.k, tile.inner) // _MIN_SPLIT_TILES, _MAX_SPLITS)
-    return tile, 1 << max(wanted.bit_length() - 1, 0)
-
-
-def fitted(table: dict[str, Tile], bits: int, group: int) -> Tile:
-    """The format's tile, its inner length made to divide a group or to be divided by one."""
-    tile = table[f"{bits}g" if group else str(bits)]
-    power = group & -group
-    if not group or (power < _MIN_INNER and group == power):
-        return tile
-    if power < (32 if bits == 4 else 16):
-        raise ValueError(f"groups of {group} values: not a multiple of 16 (INT4: 32)")
-    inner = min(tile.inner, power)
-    return replace(tile, inner=inner, num_stages=min(tile.num_stages * tile.inner // inner, _MAX_STAGES))
 
 
 def _launch(

@@ -15,7 +15,7 @@ from kernels.lora import Adapters
 from kernels.triton.dot import dot
 from kernels.triton.grouped_linear import GroupedProduct, grouped_linear, shipped
 from kernels.triton.grouping import Groups, group_rows
-from kernels.triton.linear import Tile
+from kernels.triton.linear_configs import Tile
 from kernels.triton.registry import KernelConfig, pointer
 
 MAX_RANK = 128

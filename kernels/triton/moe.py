@@ -14,7 +14,7 @@ import triton.language as tl
 from kernels.activation import Activation
 from kernels.triton.grouped_linear import GroupedProduct, grouped_linear, shipped
 from kernels.triton.grouping import group_rows
-from kernels.triton.linear import Tile
+from kernels.triton.linear_configs import Tile
 from kernels.triton.registry import KernelConfig, pointer
 
 _SUM_BLOCK = 1024

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.quantised_linear import QuantisedWeight
-from kernels.triton.linear import DECODE, EXACT, MIDDLE, PREFILL, Operand, multiply, shipped
+from kernels.triton.linear import Operand, multiply, shipped
+from kernels.triton.linear_configs import DECODE, EXACT, MIDDLE, PREFILL
 
 # Bits, group (0: one scale for each output) and zeros of the formats whose forms are compiled ahead of time; those left
 # out need less of everything.

@@ -10,8 +10,9 @@ import torch
 from kernels.linear import linear as linear_reference
 from kernels.quantised_linear import Bits, quantise
 from kernels.quantised_linear import quantised_linear as quantised_reference
-from kernels.triton.linear import Operand, choose, linear
-from kernels.triton.quantised_linear import operand, quantised_linear
+from kernels.triton.linear import linear
+from kernels.triton.linear_configs import choose
+from kernels.triton.quantised_linear import quantised_linear
 
 # bits, group, asymmetric: every branch of the kernel, groups inside a tile and spanning several.
 FORMATS: list[tuple[Bits, int | None, bool]] = [
@@ -77,14 +78,14 @@ def test_inner_length_that_fills_no_tile(bits: Bits, group: int | None) -> None:
 def test_split_sum(split: int) -> None:
     weight, bias = quantise(torch.randn(40, 1024 * split), 8), torch.randn(40)
     x = torch.randn(2, 1024 * split)
-    assert choose(2, operand(weight), exact=False)[1] == split
+    assert choose(2, weight.shape, 8, 0, exact=False)[1] == split
     found = quantised_linear(x, weight, bias, exact=False)
     torch.testing.assert_close(found, quantised_reference(x, weight, bias), atol=2e-3, rtol=1e-4)
 
 
 def test_number_of_splits_follows_outputs_and_inner_length() -> None:
     def splits(n: int, k: int, rows: int = 1, exact: bool = False) -> int:
-        return choose(rows, Operand(torch.empty(0), n, k, 8), exact=exact)[1]
+        return choose(rows, (n, k), 8, 0, exact=exact)[1]
 
     assert [splits(4096, 4096), splits(2048, 14336), splits(128256, 4096), splits(64, 512)] == [2, 4, 1, 1]
     assert splits(4096, 14336, exact=True) == splits(4096, 14336, rows=17) == 1
