@@ -34,7 +34,7 @@ from bench.family_models import MODELS, make_model, quiet, save_model
 from bench.family_pull import Pool, pull_now
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.common.telemetry import configure_logging
-from services.worker.model.layout import KvDtype
+from services.worker.model.layout import ComputeDtype
 from services.worker.model.load import kv_layout, load_runner, open_model
 from services.worker.model.step import StepInput
 
@@ -95,7 +95,7 @@ def largest(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @contextmanager
-def open_pool(path: Path, dtype: KvDtype, *, compiled: bool) -> Iterator[Pool]:
+def open_pool(path: Path, dtype: ComputeDtype, *, compiled: bool) -> Iterator[Pool]:
     """A model over a pool of its own."""
     layout = kv_layout(open_model(path).config, dtype)
     memory = mmap.mmap(-1, layout.pool_bytes(NUM_BLOCKS))
@@ -119,7 +119,7 @@ def run(pool: Pool, tokens: Sequence[int], start: int, table: Sequence[int]) -> 
     return pool.runner.collect()
 
 
-def measure(family: str, path: Path, dtype: KvDtype, reference: Reference, *, compiled: bool) -> Row | None:
+def measure(family: str, path: Path, dtype: ComputeDtype, reference: Reference, *, compiled: bool) -> Row | None:
     """One row; None where the compiled kernels were asked for and cannot be had."""
     tokens, expected = reference.tokens, reference.logits
     shared, chunk = 16 * SHARED_BLOCKS, 48
@@ -152,7 +152,7 @@ def measure(family: str, path: Path, dtype: KvDtype, reference: Reference, *, co
         )
 
 
-def rows_of(family: str, path: Path, reference: Reference, dtypes: Sequence[KvDtype]) -> Iterator[Row]:
+def rows_of(family: str, path: Path, reference: Reference, dtypes: Sequence[ComputeDtype]) -> Iterator[Row]:
     """Rows of one file, for every dtype and backend."""
     for dtype in dtypes:
         for compiled in (False, True):

@@ -10,6 +10,7 @@ from pydantic import Field
 from services.common.artifacts.settings import DEFAULT_CACHE_BYTES
 from services.common.models import DEFAULT_MODEL
 from services.common.settings import ConfigurationError, ServiceSettings
+from services.worker.model.layout import ComputeDtype, KvDtype, WeightDtype
 
 # As a model: wait to be told one.
 NO_MODEL = "none"
@@ -39,8 +40,8 @@ class WorkerSettings(ServiceSettings):
     )
     model_copy_timeout_s: float = Field(1800.0, gt=0, description="Longest time until a model has been copied.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights, activations and KV cache.")
-    weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4", "float8"] = Field(
+    dtype: ComputeDtype = Field("bfloat16", description="Of weights, activations and KV cache.")
+    weight_dtype: WeightDtype = Field(
         "dtype",
         description="What the weights of linear layers are rounded to, with dtype bfloat16; int8-dynamic on cpu, "
         "float8 on cuda without exact mode.",
@@ -49,9 +50,7 @@ class WorkerSettings(ServiceSettings):
     exact: Literal["auto", "on", "off"] = Field(
         "auto", description="Results that do not depend on the batch; auto: on on cpu, off on cuda."
     )
-    kv_dtype: Literal["auto", "bfloat16", "float32", "float8_e4m3fn", "int8"] = Field(
-        "auto", description="Of the KV cache, where it is not dtype; on cuda."
-    )
+    kv_dtype: Literal["auto", KvDtype] = Field("auto", description="Of the KV cache, where it is not dtype; on cuda.")
     kv_cache_bytes: int = Field(
         0, ge=0, description="Size of the block pool; 0: 1 GiB on cpu, by kv_cache_fraction on cuda."
     )

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from services.worker.model.layout import ComputeDtype, KvDtype, WeightDtype
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything but the block key, which comes as a message. Fds are inherited and named by number.
@@ -21,12 +23,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mover_fd: int
     pool_fd: int
     model_path: str
-    dtype: Literal["bfloat16", "float32"]
-    weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4", "float8"]
+    dtype: ComputeDtype
+    weight_dtype: WeightDtype
     threads: int
     device: Literal["cpu", "cuda"]
     exact: Literal["auto", "on", "off"]
-    kv_dtype: Literal["auto", "bfloat16", "float32", "float8_e4m3fn", "int8"]
+    kv_dtype: Literal["auto", KvDtype]
     kv_cache_bytes: int
     kv_cache_fraction: float
     staging_bytes: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from services.worker.model.device.timeline import CpuTimeline
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.layout import KvLayout
 from services.worker.model.load import kv_layout, load_runner, open_model
-from services.worker.model.runner import CpuRunner, RunnerSpec
+from services.worker.model.runner import RunnerSpec
 from services.worker.model.step import Runner
 from services.worker.staging import BlockTransfers, SharedTransfers, StagedTransfers
 
@@ -71,22 +71,23 @@ def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgres
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes={config.kv_cache_bytes}: a block takes {layout.block_bytes}")
     pool_bytes = layout.pool_bytes(num_blocks)
-    shared = share_memory(config.pool_fd, pool_bytes) if not config.staging_bytes else mmap.mmap(-1, pool_bytes)
+    staging = map_staging(config.pool_fd, layout, config.staging_bytes) if config.staging_bytes else None
+    pool_buffer = share_memory(config.pool_fd, pool_bytes) if staging is None else mmap.mmap(-1, pool_bytes)
     runner = load_runner(
         path,
         dtype=config.dtype,
         weight_dtype=config.weight_dtype,
-        pool_buffer=shared,
+        pool_buffer=pool_buffer,
         num_threads=threads,
         served_context=context,
         max_step_tokens=config.step_token_budget,
+        staging_bytes=0 if staging is None else staging.nbytes,
         progress=ProgressTeller(files.size, tell).add,
     )
-    if not config.staging_bytes:
+    if staging is None:
         return OpenReplica(runner, SharedTransfers(), num_blocks)
-    staging = map_staging(config.pool_fd, layout, config.staging_bytes)
     copier = PoolCopier(KvPool(runner.decoder.pool, layout), staging, CpuTimeline())
-    return OpenReplica(_told_of_staging(runner, staging), StagedTransfers(copier, len(staging)), len(staging))
+    return OpenReplica(runner, StagedTransfers(copier, len(staging)), len(staging))
 
 
 def share_memory(descriptor: int, num_bytes: int) -> mmap.mmap:
@@ -102,9 +103,3 @@ def map_staging(descriptor: int, layout: KvLayout, num_bytes: int) -> torch.Tens
         raise ValueError(f"staging_bytes={num_bytes}: a block takes {layout.block_bytes}")
     shared = share_memory(descriptor, slots * layout.block_bytes)
     return torch.frombuffer(shared, dtype=torch.uint8).view(slots, layout.block_bytes)
-
-
-def _told_of_staging(runner: CpuRunner, staging: torch.Tensor) -> CpuRunner:
-    """The runner, its memory map with the staging area in it."""
-    runner.spec = replace(runner.spec, memory=replace(runner.spec.memory, staging_bytes=staging.nbytes))
-    return runner

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 
 from services.worker.model.config import ModelConfig
-from services.worker.model.layout import KvDtype
+from services.worker.model.layout import ComputeDtype
 from services.worker.model.rope import inverse_frequencies
 
 DIGEST_BYTES = 16
@@ -21,7 +21,7 @@ EXECUTION_VERSION = 1
 
 
 def model_digest(
-    config: ModelConfig, *, weights: bytes, dtype: KvDtype, served_context: int, weight_dtype: str = "dtype"
+    config: ModelConfig, *, weights: bytes, dtype: ComputeDtype, served_context: int, weight_dtype: str = "dtype"
 ) -> bytes:
     """16 bytes. `weights`: of reading.LoadedWeights. weight_dtype: what they are rounded to for execution."""
     ropes = [config.rope, *([config.rope_local] if config.rope_local else [])]

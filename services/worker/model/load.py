@@ -29,7 +29,7 @@ from services.worker.model.gguf_file import read_gguf
 from services.worker.model.gguf_source import GgufSource
 from services.worker.model.hf_config import read_hf_config
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool, PoolBuffer
-from services.worker.model.layout import KV_DTYPE_BYTES, CpuWeightDtype, KvDtype, KvLayout, WeightDtype
+from services.worker.model.layout import KV_DTYPE_BYTES, ComputeDtype, CpuWeightDtype, KvDtype, KvLayout, WeightDtype
 from services.worker.model.memory import MemoryMap, step_bytes
 from services.worker.model.native_decoder import NativeDecoder
 from services.worker.model.reading import Extent, WeightFile, read_weights
@@ -106,13 +106,14 @@ def kv_layout(config: ModelConfig, dtype: KvDtype) -> KvLayout:
 def load_runner(
     path: Path,
     *,
-    dtype: KvDtype = "bfloat16",
+    dtype: ComputeDtype = "bfloat16",
     weight_dtype: CpuWeightDtype = "dtype",
     pool_buffer: PoolBuffer,
     num_threads: int | None = None,
     served_context: int | None = None,
     compiled: bool = True,
     max_step_tokens: int = 512,
+    staging_bytes: int = 0,
     progress: Progress | None = None,
 ) -> CpuRunner:
     """Load a model over a pool that the caller owns.
@@ -120,9 +121,9 @@ def load_runner(
     dtype: of weights, activations and KV. weight_dtype: what the weights of linear layers are rounded to ("dtype": as
     they are computed with); whole numbers need bfloat16 and the compiled kernels. pool_buffer: writable, kept alive by
     the runner. num_threads: None follows torch. served_context: tokens, at most the model's own maximum, which is the
-    default. compiled: use the compiled kernels where they can be had.
-    max_step_tokens: of the largest step, for the memory map. progress: told the bytes read, from any thread. Raises
-    UnsupportedModel, InvalidWeights, or ValueError for the pool.
+    default. compiled: use the compiled kernels where they can be had. max_step_tokens (of the largest step),
+    staging_bytes: for the memory map. progress: told the bytes read, from any thread. Raises UnsupportedModel,
+    InvalidWeights, or ValueError for the pool.
     """
     model = open_model(path)
     config = model.config
@@ -131,43 +132,33 @@ def load_runner(
         raise UnsupportedModel(f"served context {context}: the model has 1 to {config.max_positions} positions")
     pool = KvPool.from_buffer(pool_buffer, kv_layout(config, dtype))
     source, weights_digest = model.read(progress=progress)
-    digest = model_digest(
-        config, weights=weights_digest, dtype=dtype, served_context=context, weight_dtype=weight_dtype
-    )
     weights = load_weights(source, config, TORCH_DTYPES[dtype])
     # What has been converted need not stay beside the result.
     del source
-    decoder: Decoder
-    if weight_dtype == "dtype":
-        decoder = _decoder(config, weights, pool, context, compiled)
-    else:
-        decoder = _integer_decoder(config, weights, pool, context, weight_dtype)
+    decoder = _decoder(config, weights, pool, context, weight_dtype, compiled)
     held_bytes = decoder.weight_bytes if isinstance(decoder, NativeDecoder) else weight_bytes(weights)
-    memory = _memory_map(config, held_bytes, pool, context, max_step_tokens)
     spec = RunnerSpec(
         config=config,
         layout=pool.layout,
-        digest=digest,
+        digest=model_digest(
+            config, weights=weights_digest, dtype=dtype, served_context=context, weight_dtype=weight_dtype
+        ),
         dtype=dtype,
         vocab_size=config.vocab_size,
         max_context=context,
         num_blocks=pool.num_blocks,
         weight_format=executed_format(model.weight_format, weight_dtype),
         backend=decoder.backend,
-        memory=memory,
+        memory=_memory_map(config, held_bytes, pool, context, max_step_tokens, staging_bytes),
     )
-    log.info(
-        "model loaded",
-        backend=spec.backend,
-        dtype=dtype,
-        weights=spec.weight_format,
-        context=context,
-        blocks=spec.num_blocks,
-    )
+    executed = {"backend": spec.backend, "dtype": dtype, "weights": spec.weight_format}
+    log.info("model loaded", **executed, context=context, blocks=spec.num_blocks)
     return CpuRunner(spec, decoder, num_threads)
 
 
-def _memory_map(config: ModelConfig, held_bytes: int, pool: KvPool, context: int, tokens: int) -> MemoryMap:
+def _memory_map(
+    config: ModelConfig, held_bytes: int, pool: KvPool, context: int, tokens: int, staging_bytes: int
+) -> MemoryMap:
     return MemoryMap(
         device="cpu",
         total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -178,6 +169,7 @@ def _memory_map(config: ModelConfig, held_bytes: int, pool: KvPool, context: int
         block_bytes=pool.layout.block_bytes,
         num_blocks=pool.num_blocks,
         max_context=context,
+        staging_bytes=staging_bytes,
     )
 
 
@@ -186,7 +178,16 @@ def executed_format(file_format: str, weight_dtype: WeightDtype) -> str:
     return file_format if weight_dtype == "dtype" else f"{file_format} as {weight_dtype}"
 
 
-def _decoder(config: ModelConfig, weights: ModelWeights, pool: KvPool, context: int, compiled: bool) -> Decoder:
+def _decoder(
+    config: ModelConfig,
+    weights: ModelWeights,
+    pool: KvPool,
+    context: int,
+    weight_dtype: CpuWeightDtype,
+    compiled: bool,
+) -> Decoder:
+    if weight_dtype != "dtype":
+        return _integer_decoder(config, weights, pool, context, weight_dtype)
     if compiled:
         try:
             return NativeDecoder(config, weights, pool, context)

@@ -14,7 +14,7 @@ import torch
 
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder
-from services.worker.model.layout import KvDtype, KvLayout
+from services.worker.model.layout import ComputeDtype, KvLayout
 from services.worker.model.memory import MemoryMap
 from services.worker.model.step import StepInput
 from services.worker.model.step_check import StepLimits, checked_batch
@@ -32,7 +32,7 @@ class RunnerSpec:
     config: ModelConfig
     layout: KvLayout
     digest: bytes
-    dtype: KvDtype
+    dtype: ComputeDtype
     vocab_size: int
     max_context: int
     num_blocks: int

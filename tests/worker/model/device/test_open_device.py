@@ -33,6 +33,7 @@ def engine_config(folder: Path, pool_fd: int, **changes: object) -> EngineConfig
         "pool_fd": pool_fd,
         "model_path": str(folder),
         "dtype": "float32",
+        "weight_dtype": "dtype",
         "threads": 1,
         "device": "cuda",
         "exact": "off",
@@ -53,7 +54,6 @@ def engine_config(folder: Path, pool_fd: int, **changes: object) -> EngineConfig
         "max_push_blocks": 8,
         "repush_bytes_per_s": 1e6,
         "max_served_blocks": 8,
-        "weight_dtype": "dtype",
     }
     return EngineConfig(**(fields | changes))  # type: ignore[arg-type]
 
