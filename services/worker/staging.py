@@ -1,8 +1,7 @@
-"""Between the engine and the mover: where the mover finds the blocks of a pool that it cannot see. Pure but for copies.
+"""Where the mover finds the blocks of a pool that it cannot see. Pure but for copies.
 
 A pool on a device is not the mover's memory. What travels stops over in a staging area that is: `StagedTransfers`
-exchanges pool slots for staging slots in the messages between engine and mover, and begins the copies. A pool in shared
-memory needs none of that: `SharedTransfers` passes messages through.
+exchanges pool slots for staging slots in the messages between engine and mover, and begins the copies.
 
 At every moment: the mover is told of a block only when its copy to staging is done; the engine is told at once of a
 block that has come, its copy to the pool having been begun in an order that every later step waits for; a staging slot
@@ -14,13 +13,12 @@ everything that holds slots within deadlines of its own, so nobody waits for eve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
 from services.common.blocks import BLOCK_ID_BYTES
+from services.worker.block_transfers import BlockCopier, Copy
 from services.worker.messages import Message
 from services.worker.mover_messages import (
     CancelPull,
@@ -39,69 +37,6 @@ from services.worker.transfers import runs_after
 MAX_WAIT_S: dict[StagingUse, float] = {"pull": 0.1, "push": 1.0, "serve": 0.5}
 MAX_WAITING = 256
 Staged = PullBlocks | PushBlocks | PinnedSlots
-
-
-class Copy(Protocol):
-    """A copy under way."""
-
-    def is_done(self) -> bool:
-        """Whether it has ended; without waiting."""
-
-
-class BlockCopier(Protocol):
-    """Copies between pool and staging."""
-
-    def gather(self, pool_slots: Sequence[int], staging_slots: Sequence[int]) -> Copy:
-        """Pool to staging, after every scatter begun so far. Nobody writes to the pool slots before it is done."""
-
-    def scatter(self, staging_slots: Sequence[int], pool_slots: Sequence[int]) -> Copy:
-        """Staging to pool, after every step submitted so far and before every later one."""
-
-
-class BlockTransfers(Protocol):
-    """What stands between engine and mover; `to_core` and `to_mover` gather what their owner takes and clears."""
-
-    to_core: list[Message]
-    to_mover: list[Message]
-    # Transfers that waited for room, and blocks that were not transferred for want of it, by use.
-    waits: dict[str, int]
-    short_blocks: dict[str, int]
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether `poll` has nothing to do until the next message."""
-
-    def send(self, message: Message, now: float) -> None:
-        """The engine says this to the mover."""
-
-    def receive(self, message: Message, now: float) -> None:
-        """The mover says this to the engine."""
-
-    def poll(self, now: float) -> None:
-        """Go on with what has waited for a copy or for room."""
-
-
-class SharedTransfers:
-    """The pool is the mover's memory too: messages pass through."""
-
-    is_settled = True
-
-    def __init__(self) -> None:
-        self.to_core: list[Message] = []
-        self.to_mover: list[Message] = []
-        self.waits: dict[str, int] = {}
-        self.short_blocks: dict[str, int] = {}
-
-    def send(self, message: Message, now: float) -> None:
-        """As it is."""
-        self.to_mover.append(message)
-
-    def receive(self, message: Message, now: float) -> None:
-        """As it is."""
-        self.to_core.append(message)
-
-    def poll(self, now: float) -> None:
-        """Nothing waits."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
+from services.worker.block_transfers import BlockTransfers, SharedTransfers
 from services.worker.core import EngineCore
 from services.worker.engine.batch import StepBuilder
 from services.worker.ipc import Link, wait_links
@@ -21,7 +22,6 @@ from services.worker.messages import Abort, EngineLoad, Message, Submit
 from services.worker.model.step import Runner
 from services.worker.sampler import draw_tokens
 from services.worker.scheduler import Chunk
-from services.worker.staging import BlockTransfers, SharedTransfers
 
 LOAD_EVERY_S = 0.1
 # While copies of blocks are under way, which nothing tells the loop of.

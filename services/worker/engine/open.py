@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from services.worker.block_transfers import BlockTransfers, SharedTransfers
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.gpu import cuda_device
 from services.worker.engine.load_progress import ProgressTeller
@@ -26,7 +27,7 @@ from services.worker.model.layout import KvLayout
 from services.worker.model.load import kv_layout, load_runner, open_model
 from services.worker.model.runner import RunnerSpec
 from services.worker.model.step import Runner
-from services.worker.staging import BlockTransfers, SharedTransfers, StagedTransfers
+from services.worker.staging import StagedTransfers
 
 DEFAULT_POOL_BYTES = 2**30
 DEFAULT_STAGING_BYTES = 2**30
