@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def export(source: ModelSource, folder: Path) -> None:
     tensors = {name: weights.read(name).bfloat16().contiguous() for name in sorted(weights.names())}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write(folder / "config.json", config)
+    # The library leaves it to this user alone.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
     _write(folder / "generation_config.json", special)
     _write(folder / "tokenizer_config.json", _tokenizer_config(metadata, special, model.config.max_positions))
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -98,6 +101,7 @@ def main() -> int:
     except (ConfigurationError, UnsupportedModel, InvalidWeights) as error:
         sys.stderr.write(f"export: {error}\n")
         return 1
+    print(f"{arguments.folder} is written; `kvmesh up --model NAME={arguments.folder}` serves it")
     return 0
 
 

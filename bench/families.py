@@ -200,22 +200,24 @@ def line(row: Row) -> str:
     return f"{row.family:14}{row.weights:17}{row.dtype:9}{row.backend:20}{cells}{row.largest_logit:9.1f}{own}"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure every family, print the table, write what there is of it as JSON after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=[*MODELS, DEFAULT_MODEL], nargs="*", default=[*MODELS, DEFAULT_MODEL])
-    parser.add_argument("--output", type=Path, default=RESULT_FILE)
-    arguments = parser.parse_args()
+    parser.add_argument("--family", choices=[*MODELS, DEFAULT_MODEL], nargs="*")
+    parser.add_argument("--output", type=Path, help="JSON; default: the stored results, or none with --family")
+    arguments = parser.parse_args(argv)
+    output = arguments.output or (None if arguments.family else RESULT_FILE)
     configure_logging("bench", "families", "ERROR")
     heads = "".join(f"{head:>12}" for head in ("prefill", "decode", "prefix hit", "pulled"))
     print(f"{'family':14}{'weights':17}{'dtype':9}{'backend':20}{heads}{'logit':>9}{'its own':>10}")
     rows: list[Row] = []
-    for name in arguments.family:
+    for name in arguments.family or [*MODELS, DEFAULT_MODEL]:
         with tempfile.TemporaryDirectory() as folder:
             for row in default_model_rows() if name == DEFAULT_MODEL else family_rows(name, Path(folder)):
                 rows.append(row)
                 print(line(row), flush=True)
-        write_result(arguments.output, rows)
+        if output is not None:
+            write_result(output, rows)
 
 
 def write_result(path: Path, rows: Sequence[Row]) -> None:

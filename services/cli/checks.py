@@ -14,6 +14,7 @@ from pathlib import Path
 
 from deploy.envoy.bootstrap import bootstrap_json
 from deploy.envoy.settings import Address, EnvoySettings
+from kernels.cpu.build import COMPILERS
 from services.cli.binaries import MissingBinaryError, envoy_binary, valkey_binary
 from services.cli.ports import free_ports, is_free
 from services.common.models import DEFAULT_MODEL, resolve_model
@@ -37,6 +38,7 @@ def run_checks() -> Iterator[Check]:
     """All checks, one after the other."""
     yield from (_machine(), _shared_memory(), _port(8080))
     yield from (_module(name) for name in _MODULES)
+    yield _compiler()
     yield _guarded("model", lambda: str(resolve_model(DEFAULT_MODEL).path))
     yield _guarded("envoy", _envoy_starts)
     yield _guarded("valkey", _valkey_starts)
@@ -69,6 +71,12 @@ def _module(name: str) -> Check:
     if result.returncode == 0:
         return Check(name, True, result.stdout.strip() or "imports")
     return Check(name, False, (result.stderr.strip().splitlines() or ["does not import"])[-1])
+
+
+def _compiler() -> Check:
+    """Absence is no failure: plain torch serves, slower."""
+    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    return Check("compiler", True, found or f"none ({' or '.join(COMPILERS)}): workers compute in plain torch, slower")
 
 
 def _guarded(name: str, find: Callable[[], str]) -> Check:

@@ -75,13 +75,14 @@ class Supervisor:
             raise StartError(f"not ready within {timeout_s:g} s: {', '.join(waiting) or '/readyz'}") from None
 
     async def _wait_ready(self, child: Child) -> None:
-        start = time.monotonic()
+        start, told = time.monotonic(), ""
         while not child.ready.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PROGRESS_INTERVAL_S):
                     await child.ready.wait()
             progress = await load_progress(child.spec.metrics) if child.spec.kind == "worker" else ""
-            if progress and not child.ready.is_set():
+            if progress not in ("", told) and not child.ready.is_set():
+                told = progress
                 self._report(f"{child.spec.name}: {progress}")
         self._report(f"{child.spec.name} is ready on {child.spec.address} ({time.monotonic() - start:.1f} s)")
 

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import structlog
 from kvmesh.v1 import (
     artifacts_pb2,
     artifacts_pb2_grpc,
@@ -38,6 +39,8 @@ from services.worker.observation import WorkerMetrics
 from services.worker.service import WorkerService
 from services.worker.serving import Surroundings, tell_ready
 from services.worker.slot import ModelSlot
+
+_log = structlog.get_logger()
 
 # Time for the last responses and statuses to leave.
 _STOP_GRACE_S = 1.0
@@ -93,6 +96,7 @@ class WorkerHost:
         """
         if source is None:
             tell_ready(self._around, [])
+            _log.info("waiting for a model", address=self._around.grpc.address, metrics=self._around.metrics_address)
         else:
             self._slot.load(source)
         async with asyncio.TaskGroup() as group:

@@ -21,6 +21,8 @@ TEXT = "Hello, wörld!  12345\n<|im_start|>user\n\tdef f(x):\n"
 def test_the_folder_is_the_model(tmp_path: Path) -> None:
     source = resolve_model(DEFAULT_MODEL)
     export(source, tmp_path)
+    # Whoever may read one file may read all.
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
     original, exported = open_model(source.path), open_model(tmp_path)
     assert exported.config == original.config
     weights, expected_weights = exported.read()[0], original.read()[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench import families
 from bench.families import line, open_pool, reference_of, rows_of, run
 from bench.family_models import make_model, save_model
 from bench.family_pull import pull_now
@@ -38,3 +39,17 @@ def test_a_pull_between_pools_of_two_models_is_refused(folder: Path, tmp_path: P
         run(one, PROMPT, 0, range(5))
         with pytest.raises(BlockInvalid):
             pull_now(one, range(4), two, range(4))
+
+
+def test_some_families_alone_leave_the_stored_results_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "RESULT_FILE", tmp_path / "stored.json")
+    monkeypatch.setattr(families, "family_rows", lambda name, folder: iter(()))
+    monkeypatch.setattr(families, "default_model_rows", lambda: iter(()))
+    families.main(["--family", "llama2"])
+    assert list(tmp_path.iterdir()) == []
+    families.main(["--family", "llama2", "--output", str(tmp_path / "own.json")])
+    assert [file.name for file in tmp_path.iterdir()] == ["own.json"]
+    families.main([])
+    assert {file.name for file in tmp_path.iterdir()} == {"own.json", "stored.json"}

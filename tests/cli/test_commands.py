@@ -90,7 +90,12 @@ def test_help_lists_the_commands(tmp_path: Path) -> None:
 
 
 class StreamingApi(BaseHTTPRequestHandler):
-    """Answers with the question in pieces, or with an error for the model "missing"."""
+    """Lists two models; answers with the question in pieces, or with an error for the model "missing"."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "first"}, {"id": "second"}]}).encode())
 
     def do_POST(self) -> None:
         body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -103,7 +108,9 @@ class StreamingApi(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
-        for word in body["messages"][-1]["content"].split():
+        question = body["messages"][-1]["content"]
+        words = [json.dumps(body)] if question == "echo" else question.split()
+        for word in words:
             delta = {"choices": [{"delta": {"content": word + " "}}]}
             self.wfile.write(f": comment\n\ndata: {json.dumps(delta)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
@@ -130,6 +137,25 @@ def test_chat_answers_one_question(tmp_path: Path, api: str) -> None:
     assert (result.returncode, result.stdout.strip()) == (0, "say [these] words")
 
 
+def test_chat_asks_the_first_served_model_with_its_own_sampling(tmp_path: Path, api: str) -> None:
+    asked = json.loads(kvmesh("chat", "echo", "--url", api, state=tmp_path).stdout)
+    assert (asked["model"], "temperature" in asked) == ("first", False)
+    chosen = kvmesh("chat", "echo", "--model", "second", "--temperature", "0", "--url", api, state=tmp_path)
+    asked = json.loads(chosen.stdout)
+    assert (asked["model"], asked["temperature"]) == ("second", 0)
+
+
+@pytest.mark.parametrize("question", [("hello",), ()])
+def test_chat_without_a_mesh_is_one_line(tmp_path: Path, question: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    result = kvmesh("chat", *question, "--url", url, state=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"kvmesh: nothing listens on {url}: `kvmesh up` starts a mesh, --url or --state names another\n"
+    )
+
+
 def test_chat_shows_the_servers_error(tmp_path: Path, api: str) -> None:
     result = kvmesh("chat", "hello", "--model", "missing", "--url", api, state=tmp_path)
     assert (result.returncode, result.stderr) == (2, "kvmesh: no model 'missing' (HTTP 404)\n")
@@ -138,5 +164,5 @@ def test_chat_shows_the_servers_error(tmp_path: Path, api: str) -> None:
 def test_doctor_finds_this_machine_fit(tmp_path: Path) -> None:
     result = kvmesh("doctor", state=tmp_path)
     assert result.returncode == 0, result.stdout
-    for part in ("machine", "torch", "ucxx", "model", "envoy", "valkey"):
+    for part in ("machine", "torch", "ucxx", "compiler", "model", "envoy", "valkey"):
         assert f"ok   {part} " in result.stdout

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from services.cli.commands.ctl import show_rows
-from services.cli.commands.up import up
+from services.cli.commands.up import _welcome, up
 from services.cli.main import app
+from services.cli.options import MeshOptions
+from services.cli.state import STATE_VARIABLE, StateDir, state_path
 
 LONG = "a-worker-with-a-very-long-name-" * 5
 
@@ -29,3 +33,13 @@ def test_help_of_up_shows_every_default() -> None:
     for name, text in helps.items():
         assert "default: " in text, name
         assert text in shown
+
+
+def test_the_commands_to_go_on_with_name_the_state_directory_where_they_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "usual"))
+    _welcome(Console(), MeshOptions(), StateDir(state_path(None)), 1.0)
+    assert "--state" not in capsys.readouterr().out
+    _welcome(Console(), MeshOptions(), StateDir(tmp_path / "other"), 1.0)
+    assert f"each with --state {tmp_path / 'other'}" in capsys.readouterr().out.replace("\n", "")

@@ -116,6 +116,23 @@ async def test_a_mesh_starts_heals_and_stops(state: StateDir) -> None:
     assert state.supervisor_pid() == 0
 
 
+async def test_progress_is_told_once_for_each_change(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter(["loading 5 %"] * 3)
+    asked: list[str] = []
+
+    async def progress(address: str) -> str:
+        asked.append(address)
+        return next(told, "loading 100 %")
+
+    monkeypatch.setattr(supervisor_module, "load_progress", progress)
+    monkeypatch.setattr(supervisor_module, "_PROGRESS_INTERVAL_S", 0.01)
+    lines: list[str] = []
+    async with running(state, lines):
+        pass
+    assert len(asked) > 4
+    assert [line for line in lines if "loading" in line] == ["worker-0: loading 5 %", "worker-0: loading 100 %"]
+
+
 async def test_a_broken_configuration_ends_the_start_with_its_line(state: StateDir) -> None:
     with pytest.raises(StartError, match=r"^router-0 does not start: router: threads='x': not a number") as caught:
         async with running(state, [], router="configuration"):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -58,6 +59,11 @@ class Idle:
             stub = worker_control_pb2_grpc.WorkerControlStub(channel)
             return await stub.Status(pb.WorkerStatusRequest(), timeout=10, metadata=call_metadata(MeshSecret(SECRET)))
 
+    def log_lines(self) -> list[dict[str, Any]]:
+        """What it has logged."""
+        lines = (self.folder / "worker.log").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
     def children(self) -> list[int]:
         """Process ids that the ready file names."""
         return [int(one["pid"]) for one in json.loads((self.folder / "ready.json").read_text())["children"]]
@@ -102,6 +108,8 @@ async def test_load_unload_and_what_is_refused(tmp_path: Path, model: Path, valk
     flags = ("--model-cache-dir", str(tmp_path / "cache"))
     async with idle_worker(tmp_path, valkey.url, *flags) as worker:
         assert (await worker.status()).phase == pb.WORKER_PHASE_IDLE
+        waiting = next(line for line in worker.log_lines() if line["event"] == "waiting for a model")
+        assert waiting["address"] == worker.told["address"]
         with pytest.raises(grpc.aio.AioRpcError, match="no model is loaded"):
             await WorkerProcess(worker.process, worker.told, tmp_path / "worker.log").report()
         absent = worker.ctl("load", "/nowhere.gguf")

@@ -7,30 +7,34 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from services.cli.chat_client import ChatClient
+from services.cli.chat_client import ChatClient, served_model
 from services.cli.commands.arguments import StateOption, UrlOption, api_url
 from services.cli.errors import CliError
-from services.common.models import DEFAULT_MODEL
 
 
 def chat(
     prompt: Annotated[str, typer.Argument(help="One question; without it a conversation begins.")] = "",
-    model: Annotated[str, typer.Option(help="Public name of the model.")] = DEFAULT_MODEL,
+    model: Annotated[
+        str, typer.Option(help="Public name of the model; default: smollm2-135m, else the first that is served.")
+    ] = "",
     system: Annotated[str, typer.Option(help="System message.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.7,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, max=2, help="0 is greedy; default: the model's own.")
+    ] = None,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="API key.")] = "",
     url: UrlOption = "",
     state: StateOption = None,
 ) -> None:
     """Talk to a model of the mesh."""
-    client = ChatClient(api_url(url, state), model, api_key, max_tokens, temperature)
+    root = api_url(url, state)
+    client = ChatClient(root, model or served_model(root, api_key), api_key, max_tokens, temperature)
     messages = [{"role": "system", "content": system}] if system else []
     console = Console(highlight=False)
     if prompt:
         _say(client, [*messages, {"role": "user", "content": prompt}], console)
         return
-    console.print(f"{model} at {client.url}; an empty line or Ctrl-D ends.", style="dim")
+    console.print(f"{client.model} at {client.url}; an empty line or Ctrl-D ends.", style="dim")
     _converse(client, messages, console)
 
 

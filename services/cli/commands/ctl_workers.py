@@ -22,7 +22,9 @@ from services.common.security import MeshSecret
 _TIMEOUT_S = 5.0
 _POLL_S = 0.25
 T = TypeVar("T")
-WorkerArgument = Annotated[str, typer.Argument(help="Worker: its name in the local mesh, or HOST:PORT.")]
+WorkerArgument = Annotated[
+    str, typer.Argument(help="Worker: its name in `kvmesh ps`, or HOST:PORT of one that was started by hand.")
+]
 WaitOption = Annotated[float, typer.Option(min=0, help="Longest wait for the end, seconds; 0: do not wait.")]
 
 
@@ -120,7 +122,7 @@ def _address(worker: str, state: Path | None) -> str:
     processes = state_dir(state).snapshot()["processes"]
     found = [str(one["address"]) for one in processes if one["kind"] == "worker" and one["name"] == worker]
     if not found:
-        raise CliError(f"the mesh has no worker {worker!r}")
+        raise CliError(f"`kvmesh up` started no worker {worker!r}; one that was started by hand goes by HOST:PORT")
     return found[0]
 
 

@@ -15,6 +15,7 @@ from services.cli.commands.arguments import StateOption, state_dir
 from services.cli.errors import CliError
 from services.cli.options import MeshOptions, configured_redis_url, mesh_options
 from services.cli.start import run_supervisor, start_detached, stop_supervisor
+from services.cli.state import StateDir, state_path
 from services.cli.supervisor import reachable
 from services.common.models import resolve_model
 
@@ -92,7 +93,7 @@ def up(
         console.print(line, style="dim", markup=False, soft_wrap=True)
 
     def welcome() -> None:
-        _welcome(console, options, time.monotonic() - started)
+        _welcome(console, options, directory, time.monotonic() - started)
 
     if detach:
         start_detached(options, directory, report)
@@ -112,14 +113,19 @@ def down(
     typer.echo("stopped")
 
 
-def _welcome(console: Console, options: MeshOptions, took_s: float) -> None:
+def _welcome(console: Console, options: MeshOptions, directory: StateDir, took_s: float) -> None:
     url = f"http://{reachable(f'{options.http_host}:{options.http_port}')}"
     name = resolve_model(options.models[0]).name
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": name, "messages": [question], "max_tokens": 100, "stream": True})
     console.print(f"The mesh is ready on {url} ({took_s:.1f} s).", style="bold green")
     console.print(f"  curl -N {url}/v1/chat/completions -d '{body}'", markup=False, soft_wrap=True)
-    console.print(f"  next: {_program()} chat | ps | logs worker-0 -f | down", style="dim", soft_wrap=True)
+    console.print(
+        f"  next: {_program()} chat | ps | logs worker-0 -f | down", style="dim", markup=False, soft_wrap=True
+    )
+    if directory.root != state_path(None):
+        # Without it the commands above would look for another mesh.
+        console.print(f"        each with --state {directory.root}", style="dim", markup=False, soft_wrap=True)
 
 
 def _program() -> str:
