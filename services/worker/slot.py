@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import structlog
+from opentelemetry import metrics
 
 from services.common.artifacts.errors import ArtifactError
 from services.common.models import ModelSource
@@ -28,6 +29,9 @@ from services.worker.serving import Serving, Surroundings, tell_ready
 
 T = TypeVar("T")
 _log = structlog.get_logger()
+_failures = metrics.get_meter("kvmesh.worker").create_counter(
+    "kvmesh_model_load_failures", description="Models that could not be loaded, by kind of error."
+)
 
 
 class Phase(enum.Enum):
@@ -109,7 +113,8 @@ class ModelSlot:
         except (StartFailed, ArtifactError, ConfigurationError) as error:
             if required:
                 raise StartFailed(str(error)) from None
-            self.error = str(error)
+            self.error, kind = str(error), error.kind if isinstance(error, StartFailed) else ""
+            _failures.add(1, {"kind": kind or type(error).__name__})
             _log.error("the model could not be loaded", model=source.name, reason=self.error)
         finally:
             self.phase, self.replica, self._serving, self.model = Phase.IDLE, None, None, ""

@@ -122,6 +122,7 @@ async def test_load_unload_and_what_is_refused(tmp_path: Path, model: Path, valk
         status = await worker.status()
         assert (status.phase, "differs from its manifest" in status.error) == (pb.WORKER_PHASE_IDLE, True)
         assert list((tmp_path / "cache" / "entries").iterdir()) == []
+        assert total(scrape(worker.told["metrics"]), "kvmesh_model_load_failures_total") == 1
 
         flip(model)
         await _loads_and_serves(worker, model, valkey)
@@ -142,6 +143,7 @@ async def test_load_unload_and_what_is_refused(tmp_path: Path, model: Path, valk
         flip(entry / "m.gguf")
         await _loads_and_serves(worker, model, valkey)
         assert "a cached model is damaged and removed" in (tmp_path / "worker.log").read_text()
+        assert total(scrape(worker.told["metrics"]), "kvmesh_model_damaged_total") == 1
         worker.process.terminate()
         assert await asyncio.to_thread(worker.process.wait, 30) == 0
     assert "Traceback" not in (tmp_path / "worker.log").read_text()

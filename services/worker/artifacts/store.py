@@ -44,6 +44,7 @@ _meter = metrics.get_meter("kvmesh.worker")
 _copied = _meter.create_counter("kvmesh_model_copied_bytes", description="Bytes of models copied here, by origin.")
 _acquired = _meter.create_counter("kvmesh_model_acquired", description="Models made ready to load, by origin.")
 _failures = _meter.create_counter("kvmesh_model_copy_failures", description="Copies that broke off, by origin.")
+_damaged = _meter.create_counter("kvmesh_model_damaged", description="Cached models that had rotted and were removed.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class ModelStore:
                 await in_thread(lambda stop: verify_artifact(lease.path, manifest, stop=stop))
                 return False
         except InvalidArtifact as error:
+            _damaged.add(1)
             _log.error("a cached model is damaged and removed", digest=lease.digest, reason=str(error))
         finally:
             lease.close()
