@@ -187,6 +187,7 @@ def _entry_row(entry: CacheEntry) -> dict[str, object]:
         "bytes": entry.size,
         "digest": entry.digest,
         "path": str(entry.path),
+        "source": entry.info.source,
         "in_use": entry.in_use,
         "last_used": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(entry.last_used_s)),
     }

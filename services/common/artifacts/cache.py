@@ -40,12 +40,11 @@ _log = structlog.get_logger()
 
 
 class EntryInfo(msgspec.Struct, frozen=True):
-    """Of an entry: the model's name, the GGUF file (empty: the whole folder), where it came from and when."""
+    """Of an entry: the model's name, the GGUF file (empty: the whole folder), and where it came from."""
 
     name: str
     file: str
     source: str
-    added_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +256,7 @@ def _read_info(entry: Path) -> EntryInfo:
         return msgspec.json.decode((entry / ENTRY_INFO).read_bytes(), type=EntryInfo)
     except (OSError, msgspec.DecodeError):
         # Written before the entry appeared, so somebody else's hand was at work; still listed, and removable.
-        return EntryInfo("unknown", "", "", 0.0)
+        return EntryInfo("unknown", "", "")
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def copy_from_source(
 
 def entry_info(name: str, path: Path) -> EntryInfo:
     """What an entry says of the model called `name` that came from `path`."""
-    return EntryInfo(name, path.name if path.is_file() else "", str(path), time.time())
+    return EntryInfo(name, path.name if path.is_file() else "", str(path))
 
 
 def source_fingerprint(path: Path) -> str:

@@ -50,6 +50,12 @@ def copied(cache: ModelCache, path: Path) -> Lease:
     return copy_from_source(cache, path.name, path, read_manifest(path))
 
 
+def last_used(cache: ModelCache, digests: list[str]) -> None:
+    """As if these were used long ago, one second after the other."""
+    for second, digest in enumerate(digests):
+        os.utime(cache.folder / "leases" / digest, (second, second))
+
+
 def check_whole(cache: ModelCache) -> None:
     """Everything that the cache shows is what its manifest says."""
     for entry in cache.entries():
@@ -104,12 +110,13 @@ def test_least_recently_used_goes_first_and_never_what_is_used(tmp_path: Path) -
     assert len(cache.entries()) == 3
     for lease in leases:
         lease.close()
-    time.sleep(0.01)
+    last_used(cache, digests[:3])
     kept = cache.lease(digests[0])
     assert kept is not None
     copied(cache, sources[3]).close()
     assert {entry.digest for entry in cache.entries()} == {digests[0], digests[2], digests[3]}
     kept.close()
+    last_used(cache, [digests[2], digests[0], digests[3]])
     copied(cache, sources[4]).close()
     assert {entry.digest for entry in cache.entries()} == {digests[0], digests[3], digests[4]}
     assert cache.evict(2 * MIB) == [digests[0], digests[3]]
@@ -273,7 +280,7 @@ class Walk:
     def commit(self) -> None:
         staging, manifest, data = self.stagings.pop()
         staging.write("f.gguf", 0, [memoryview(data)])
-        self.leases.append(self.cache.commit(staging, manifest, EntryInfo("m", "f.gguf", "", 0)))
+        self.leases.append(self.cache.commit(staging, manifest, EntryInfo("m", "f.gguf", "")))
 
     def act(self, action: str, number: int, size: int) -> None:
         if action == "begin":
