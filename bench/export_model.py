@@ -2,7 +2,8 @@
 
 Writes BF16 safetensors (dequantised), config.json, generation_config.json, tokenizer.json and tokenizer_config.json
 with the chat template. The mesh serves the folder too (`kvmesh up --model NAME=FOLDER`): the same tokens and the same
-weights, rounded to BF16 as it rounds those of a GGUF file. Llama without rope scaling only.
+weights, rounded to BF16 as it rounds those of a GGUF file. No sampling is recommended in it, so requests that leave it
+out draw at temperature 1. Llama without rope scaling only.
 """
 
 from __future__ import annotations
