@@ -7,6 +7,7 @@ not at all.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,18 @@ from services.worker.model.errors import UnsupportedModel
 LANES = 16
 MAX_HEAD_DIM = 256
 MAX_HEADS_PER_KV_HEAD = 96
+# Far beyond any model: what a damaged file cannot make us allocate.
+MAX_LAYERS = 4096
+MAX_EXPERTS = 65_536
+MAX_POSITIONS = 2**24
+# What frequencies are divided by.
+_SMALLEST = 1e-30
+_POSITIVE_IN_SCALING = (
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
+    *("beta_fast", "beta_slow", "attention_factor"),
+)
+# Of which scalings, and where they have them.
+_DIVISORS = {"factors": ("frequency_divisors",), "longrope": ("frequency_divisors", "short_divisors")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,9 @@ class ModelConfig:
         for name in ("num_layers", "num_heads", "num_kv_heads", "vocab_size", "max_positions"):
             if getattr(self, name) < 1:
                 raise UnsupportedModel(f"{name} = {getattr(self, name)}: must be positive")
+        for name, most in (("num_layers", MAX_LAYERS), ("max_positions", MAX_POSITIONS)):
+            if getattr(self, name) > most:
+                raise UnsupportedModel(f"{name} = {getattr(self, name)}: at most {most}")
         widths = {name: getattr(self, name) for name in ("hidden_size", "head_dim", "intermediate_size")}
         if self.moe is not None:
             widths["moe.intermediate_size"] = self.moe.intermediate_size
@@ -129,6 +145,7 @@ class ModelConfig:
             raise UnsupportedModel(f"num_heads = {self.num_heads}: not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.num_heads // self.num_kv_heads > MAX_HEADS_PER_KV_HEAD:
             raise UnsupportedModel(f"num_heads = {self.num_heads}: over {MAX_HEADS_PER_KV_HEAD} for one KV head")
+        self._check_constants()
         for rope in (self.rope, self.rope_local):
             self._check_rope(rope)
         self._check_moe()
@@ -138,19 +155,30 @@ class ModelConfig:
             if values and len(values) != self.num_layers:
                 raise UnsupportedModel(f"{name}: {len(values)} values for {self.num_layers} layers")
 
+    def _check_constants(self) -> None:
+        for name in ("rms_norm_eps", "attention_scale", "embedding_scale", "attention_softcap", "logit_softcap"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise UnsupportedModel(f"{name} = {value}: must be a number and not negative")
+
     def _check_rope(self, rope: RopeConfig | None) -> None:
         if rope is None:
             return
         if not 0 < rope.rotary_dim <= self.head_dim or rope.rotary_dim % 2:
             raise UnsupportedModel(f"rotary_dim = {rope.rotary_dim}: must be even and at most {self.head_dim}")
         scaling = rope.scaling
-        if rope.theta <= 1.0 or (scaling and min(scaling.factor, scaling.original_max_positions) <= 0):
-            raise UnsupportedModel(f"rotary embedding with theta {rope.theta}, scaling {scaling}: must be positive")
-        for divisors in (scaling.frequency_divisors, scaling.short_divisors) if scaling else ():
-            if divisors and len(divisors) != rope.rotary_dim // 2:
+        if not 1.0 < rope.theta < math.inf:
+            raise UnsupportedModel(f"rotary embedding: theta {rope.theta}: must be over 1")
+        for name in _POSITIVE_IN_SCALING if scaling else ():
+            if not _SMALLEST <= getattr(scaling, name) < math.inf:
+                raise UnsupportedModel(f"rotary embedding: {name} = {getattr(scaling, name)}: must be positive")
+        for name in _DIVISORS.get(scaling.kind, ()) if scaling else ():
+            divisors = getattr(scaling, name)
+            if len(divisors) != rope.rotary_dim // 2:
                 raise UnsupportedModel(f"rotary frequency factors: {len(divisors)} instead of {rope.rotary_dim // 2}")
-            if divisors and min(divisors) <= 0:
-                raise UnsupportedModel(f"rotary frequency factors: {min(divisors)} is not positive")
+            wrong = next((one for one in divisors if not _SMALLEST <= one < math.inf), None)
+            if wrong is not None:
+                raise UnsupportedModel(f"rotary frequency factors: {wrong} is not positive")
 
     def _check_moe(self) -> None:
         moe = self.moe
@@ -158,3 +186,5 @@ class ModelConfig:
             return
         if not 0 < moe.experts_per_token <= moe.num_experts:
             raise UnsupportedModel(f"experts_per_token = {moe.experts_per_token}: there are {moe.num_experts} experts")
+        if moe.num_experts > MAX_EXPERTS:
+            raise UnsupportedModel(f"num_experts = {moe.num_experts}: at most {MAX_EXPERTS}")

@@ -7,9 +7,15 @@ ModelError
 
 from __future__ import annotations
 
+_LONGEST = 500
+
 
 class ModelError(Exception):
-    """A model cannot be loaded; the message is one line for the operator."""
+    """A model cannot be loaded; the message is one line for the operator, whatever a file's names and values hold."""
+
+    def __init__(self, message: str) -> None:
+        line = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in message)
+        super().__init__(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...")
 
 
 class UnsupportedModel(ModelError):

@@ -15,6 +15,7 @@ from services.worker.model.config import ModelConfig, MoeConfig, RopeConfig
 from services.worker.model.errors import UnsupportedModel
 from services.worker.model.gguf_fields import GgufFields
 from services.worker.model.gguf_file import GgufFile
+from services.worker.model.hf_fields import shown
 from services.worker.model.rope import extended_positions
 
 Parts = dict[str, Any]
@@ -65,15 +66,14 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
     stated = file.metadata.get("general.architecture")
     architecture = _ARCHITECTURES.get(stated) if isinstance(stated, str) else None
     if architecture is None:
-        raise UnsupportedModel(f"architecture {stated!r}: of GGUF files {', '.join(_ARCHITECTURES)} are supported")
-    if file.metadata.get("split.count", 1) > 1:
-        raise UnsupportedModel(
-            f"GGUF field split.count = {file.metadata['split.count']}: only whole files are supported"
-        )
+        raise UnsupportedModel(f"architecture {shown(stated)}: of GGUF files {', '.join(_ARCHITECTURES)} are supported")
+    parts_of_file = file.metadata.get("split.count", 1)
+    if parts_of_file not in (0, 1):
+        raise UnsupportedModel(f"GGUF field split.count = {shown(parts_of_file)}: only whole files are supported")
     fields = GgufFields(file, str(stated))
     fields.refuse_unknown(_READ | _IGNORED | architecture.reads)
-    heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
-    head_dim = fields.integer("attention.key_length", hidden // max(heads, 1))
+    heads, hidden = fields.positive_integer("attention.head_count"), fields.positive_integer("embedding_length")
+    head_dim = fields.positive_integer("attention.key_length", hidden // heads)
     value_dim = fields.integer("attention.value_length", head_dim)
     if value_dim != head_dim:
         raise UnsupportedModel(
@@ -82,7 +82,7 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
     parts = {"rope": fields.rope(head_dim), "attention_scale": head_dim**-0.5, **architecture.build(fields, head_dim)}
     return ModelConfig(
         architecture=architecture.name,
-        num_layers=fields.integer("block_count"),
+        num_layers=fields.num_layers(),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=fields.integer("attention.head_count_kv", heads),
@@ -135,7 +135,7 @@ def _moe(fields: GgufFields) -> Parts:
     gating = fields.integer("expert_gating_func", _SOFTMAX_GATING)
     if gating != _SOFTMAX_GATING:
         raise UnsupportedModel(f"GGUF field {fields.prefix}expert_gating_func = {gating}: only softmax is supported")
-    layers = range(fields.integer("block_count"))
+    layers = range(fields.num_layers())
     return {
         "moe": MoeConfig(
             num_experts=fields.integer("expert_count"),
@@ -149,7 +149,7 @@ def _moe(fields: GgufFields) -> Parts:
 
 def _phi3(fields: GgufFields, head_dim: int) -> Parts:
     window = fields.integer("attention.sliding_window", 0)
-    return {"windows": (window,) * fields.integer("block_count")} if window else {}
+    return {"windows": (window,) * fields.num_layers()} if window else {}
 
 
 def _gemma2(fields: GgufFields, head_dim: int) -> Parts:
@@ -175,7 +175,7 @@ def _gemma(fields: GgufFields, head_dim: int, big: int) -> Parts:
     """big: layers of the largest model, which scales scores by the hidden size of a head instead of head_dim."""
     _whole_heads(fields, head_dim)
     hidden = fields.integer("embedding_length")
-    is_big = fields.integer("block_count") == big
+    is_big = fields.num_layers() == big
     return {
         "attention_scale": (hidden // fields.integer("attention.head_count") if is_big else head_dim) ** -0.5,
         "activation": "gelu_tanh",
@@ -186,7 +186,7 @@ def _gemma(fields: GgufFields, head_dim: int, big: int) -> Parts:
 
 def _windows(fields: GgufFields, *, period: int, window: int, local: RopeConfig | None) -> Parts:
     """Every `period`th layer sees all, the others the latest `window`; unless the file says otherwise."""
-    layers, window = fields.integer("block_count"), fields.integer("attention.sliding_window", window)
+    layers, window = fields.num_layers(), fields.integer("attention.sliding_window", window)
     pattern = fields.values.get("attention.sliding_window_pattern", period)
     if isinstance(pattern, int) and pattern > 0:
         slides = [(layer + 1) % pattern != 0 for layer in range(layers)]
@@ -194,7 +194,7 @@ def _windows(fields: GgufFields, *, period: int, window: int, local: RopeConfig 
         slides = [bool(value) for value in pattern]
     else:
         raise UnsupportedModel(
-            f"GGUF field {fields.prefix}attention.sliding_window_pattern = {pattern!r} is not supported"
+            f"GGUF field {fields.prefix}attention.sliding_window_pattern = {shown(pattern)} is not supported"
         )
     if not window or not any(slides):
         return {}

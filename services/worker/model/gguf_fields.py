@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.model.config import RopeConfig, RopeScaling
+from services.worker.model.config import MAX_LAYERS, RopeConfig, RopeScaling
 from services.worker.model.errors import UnsupportedModel
 from services.worker.model.gguf_file import GgufFile
+from services.worker.model.hf_fields import LARGEST, LARGEST_INTEGER, shown
 from services.worker.model.rope import longrope_attention, yarn_attention
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -31,21 +32,39 @@ class GgufFields:
         """Raises UnsupportedModel where it is absent without a default, or no integer."""
         value = self.values.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise UnsupportedModel(f"GGUF field {self.prefix}{name} = {value!r}: an integer is needed")
+            raise UnsupportedModel(f"GGUF field {self.prefix}{name} = {shown(value)}: an integer is needed")
+        if abs(value) > LARGEST_INTEGER:
+            raise UnsupportedModel(f"GGUF field {self.prefix}{name} = {shown(value)}: out of range")
+        return value
+
+    def positive_integer(self, name: str, default: int | None = None) -> int:
+        """As `integer`, over zero."""
+        value = self.integer(name, default)
+        if value < 1:
+            raise UnsupportedModel(f"GGUF field {self.prefix}{name} = {value}: must be positive")
+        return value
+
+    def num_layers(self) -> int:
+        """How many layers there are: a count that lists may be made of."""
+        value = self.positive_integer("block_count")
+        if value > MAX_LAYERS:
+            raise UnsupportedModel(f"GGUF field {self.prefix}block_count = {value}: at most {MAX_LAYERS}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """As `integer`; the shortest decimal that its float32 can mean, which is what its author wrote."""
         value = self.values.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UnsupportedModel(f"GGUF field {self.prefix}{name} = {value!r}: a number is needed")
+            raise UnsupportedModel(f"GGUF field {self.prefix}{name} = {shown(value)}: a number is needed")
+        if not -LARGEST <= value <= LARGEST:
+            raise UnsupportedModel(f"GGUF field {self.prefix}{name} = {value}: out of range")
         return float(f"{value:.6g}")
 
     def refuse_unknown(self, known: frozenset[str]) -> None:
         """Raises UnsupportedModel for a field that is set to something and not known."""
         for name in sorted(self.values.keys() - known):
             if self.values[name]:
-                raise UnsupportedModel(f"GGUF field {self.prefix}{name} = {self.values[name]!r} is not supported")
+                raise UnsupportedModel(f"GGUF field {self.prefix}{name} = {shown(self.values[name])} is not supported")
 
     def rope(self, head_dim: int) -> RopeConfig:
         """The rotary embedding of all layers, or of those without a window."""
@@ -56,7 +75,7 @@ class GgufFields:
         kind = self.values.get("rope.scaling.type", "none")
         if ROPE_FACTORS in self.file.tensors:
             if kind != "none":
-                raise UnsupportedModel(f"rope scaling {kind!r} together with {ROPE_FACTORS} is not supported")
+                raise UnsupportedModel(f"rope scaling {shown(kind)} together with {ROPE_FACTORS} is not supported")
             return RopeScaling("factors", frequency_divisors=self._divisors(ROPE_FACTORS))
         if LONG_FACTORS in self.file.tensors and kind in ("none", "longrope"):
             return self._longrope()
@@ -66,7 +85,7 @@ class GgufFields:
             return RopeScaling("linear", factor=self.number("rope.scaling.factor"))
         if kind == "yarn":
             return self._yarn()
-        raise UnsupportedModel(f"rope scaling {kind!r} is not supported in this GGUF file")
+        raise UnsupportedModel(f"rope scaling {shown(kind)} is not supported in this GGUF file")
 
     def _longrope(self) -> RopeScaling:
         original = self.integer("rope.scaling.original_context_length")
@@ -75,12 +94,12 @@ class GgufFields:
                 f"GGUF field {self.prefix}rope.scaling.original_context_length = {original}: too small"
             )
         factor = self.integer("context_length") / original
-        attention = self.values.get("rope.scaling.attn_factor") or longrope_attention(factor, original)
+        attention = self.number("rope.scaling.attn_factor", 0.0) or longrope_attention(factor, original)
         return RopeScaling(
             "longrope",
             factor=factor,
             original_max_positions=original,
-            attention_factor=float(attention),
+            attention_factor=attention,
             frequency_divisors=self._divisors(LONG_FACTORS),
             short_divisors=self._divisors(SHORT_FACTORS),
         )
@@ -90,7 +109,7 @@ class GgufFields:
         for name, only in (("rope.scaling.attn_factor", 1.0), ("rope.scaling.yarn_ext_factor", 1.0)):
             if self.number(name, only) != only:
                 raise UnsupportedModel(
-                    f"GGUF field {self.prefix}{name} = {self.values[name]!r}: only {only} is supported"
+                    f"GGUF field {self.prefix}{name} = {shown(self.values[name])}: only {only} is supported"
                 )
         return RopeScaling(
             "yarn",

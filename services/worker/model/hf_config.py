@@ -12,7 +12,7 @@ from pathlib import Path
 from services.worker.model.config import ModelConfig
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
 from services.worker.model.hf_families import FAMILIES, Family
-from services.worker.model.hf_fields import Fields, boolean, integer, number, shown
+from services.worker.model.hf_fields import Fields, boolean, integer, not_negative, num_layers, shown
 from services.worker.model.hf_parts import head_dim_of
 from services.worker.model.rope import extended_positions
 
@@ -87,7 +87,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     try:
         fields = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidWeights(f"{path.name} cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise InvalidWeights(f"{path.name} is not a JSON object")
@@ -104,14 +104,14 @@ def parse_hf_config(fields: Fields) -> ModelConfig:
     parts = family.build(fields, head_dim)
     return ModelConfig(
         architecture=family.architecture,
-        num_layers=integer(fields, "num_hidden_layers"),
+        num_layers=num_layers(fields),
         hidden_size=integer(fields, "hidden_size"),
         num_heads=integer(fields, "num_attention_heads"),
         num_kv_heads=integer(fields, "num_key_value_heads", integer(fields, "num_attention_heads")),
         head_dim=head_dim,
         intermediate_size=integer(fields, "intermediate_size"),
         vocab_size=integer(fields, "vocab_size"),
-        rms_norm_eps=number(fields, "rms_norm_eps"),
+        rms_norm_eps=not_negative(fields, "rms_norm_eps"),
         max_positions=extended_positions(integer(fields, "max_position_embeddings"), parts["rope"]),
         tie_embeddings=boolean(fields, "tie_word_embeddings"),
         **parts,
@@ -143,7 +143,7 @@ def _family(fields: Fields) -> Family:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or (architectures or [family.class_name]) != [family.class_name]:
         known = ", ".join(sorted(family.class_name for family in FAMILIES.values()))
-        raise UnsupportedModel(f"architecture {model_type!r} {architectures}: supported are {known}")
+        raise UnsupportedModel(f"architecture {shown(model_type)} {shown(architectures)}: supported are {known}")
     return family
 
 

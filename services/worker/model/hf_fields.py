@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.worker.model.config import MAX_LAYERS
 from services.worker.model.errors import UnsupportedModel
 
 Fields = Mapping[str, Any]
 _SHOWN_CHARACTERS = 80
+# No model's field is beyond; what is cannot overflow what is computed from it.
+LARGEST_INTEGER = 2**31 - 1
+LARGEST, _SMALLEST = 1e30, 1e-30
 
 
 def integer(fields: Fields, name: str, default: int | None = None) -> int:
@@ -17,6 +21,8 @@ def integer(fields: Fields, name: str, default: int | None = None) -> int:
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool):
         raise UnsupportedModel(f"config field {name} = {shown(value)}: an integer is needed")
+    if abs(value) > LARGEST_INTEGER:
+        raise UnsupportedModel(f"config field {name} = {shown(value)}: out of range")
     return value
 
 
@@ -26,6 +32,8 @@ def number(fields: Fields, name: str, default: float | None = None) -> float:
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise UnsupportedModel(f"config field {name} = {shown(value)}: a number is needed")
+    if not -LARGEST <= value <= LARGEST:
+        raise UnsupportedModel(f"config field {name} = {shown(value)}: out of range")
     return float(value)
 
 
@@ -40,8 +48,24 @@ def positive_integer(fields: Fields, name: str, default: int | None = None) -> i
 def positive(fields: Fields, name: str, default: float | None = None) -> float:
     """As `number`, over zero."""
     value = number(fields, name, default)
-    if not 0.0 < value < float("inf"):
+    if value < _SMALLEST:
         raise UnsupportedModel(f"config field {name} = {value}: must be positive")
+    return value
+
+
+def not_negative(fields: Fields, name: str, default: float | None = None) -> float:
+    """As `number`, zero or over it."""
+    value = number(fields, name, default)
+    if value < 0.0:
+        raise UnsupportedModel(f"config field {name} = {value}: must not be negative")
+    return value
+
+
+def num_layers(fields: Fields) -> int:
+    """How many layers there are: a count that lists may be made of."""
+    value = positive_integer(fields, "num_hidden_layers")
+    if value > MAX_LAYERS:
+        raise UnsupportedModel(f"config field num_hidden_layers = {value}: at most {MAX_LAYERS}")
     return value
 
 
@@ -58,7 +82,8 @@ def numbers(fields: Fields, name: str) -> tuple[float, ...]:
     """A list of numbers."""
     values = fields.get(name)
     if not isinstance(values, list) or not all(
-        isinstance(value, int | float) and not isinstance(value, bool) for value in values
+        isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+        for value in values
     ):
         raise UnsupportedModel(f"config field {name} = {shown(values)}: a list of numbers is needed")
     return tuple(float(value) for value in values)
@@ -66,5 +91,13 @@ def numbers(fields: Fields, name: str) -> tuple[float, ...]:
 
 def shown(value: object) -> str:
     """A value as an error line shows it."""
-    text = repr(value)
+    text = _bounded_repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+
+
+def _bounded_repr(value: object) -> str:
+    """Python refuses to write out an integer of thousands of digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of thousands of digits"

@@ -9,7 +9,16 @@ from typing import Any
 
 from services.worker.model.config import MoeConfig
 from services.worker.model.errors import UnsupportedModel
-from services.worker.model.hf_fields import Fields, boolean, integer, number, positive, positive_integer, shown
+from services.worker.model.hf_fields import (
+    Fields,
+    boolean,
+    integer,
+    not_negative,
+    num_layers,
+    positive,
+    positive_integer,
+    shown,
+)
 from services.worker.model.hf_rope import FULL, SLIDING, gemma3_ropes, parse_rope, phi3_rope, whole_heads
 
 Parts = dict[str, Any]
@@ -33,14 +42,16 @@ def _biases(fields: Fields) -> Parts:
 def _same_window(fields: Fields) -> Parts:
     """One window for all layers; null: none."""
     window = integer(fields, "sliding_window", 0)
-    return {"windows": (window,) * integer(fields, "num_hidden_layers")} if window else {}
+    return {"windows": (window,) * num_layers(fields)} if window else {}
 
 
 def _layer_windows(fields: Fields, sliding: list[bool]) -> Parts:
     """A window on the layers that slide; `layer_types` comes first where it is given."""
     types = fields.get("layer_types")
     if types is not None:
-        for name in types if isinstance(types, list) else [types]:
+        if not isinstance(types, list):
+            raise UnsupportedModel(f"config field layer_types = {shown(types)}: a list is needed")
+        for name in types:
             if name not in (FULL, SLIDING):
                 raise UnsupportedModel(f"config field layer_types: {shown(name)} is not supported")
         sliding = [name == SLIDING for name in types]
@@ -55,7 +66,7 @@ def _qwen_windows(fields: Fields) -> Parts:
     if not boolean(fields, "use_sliding_window") or fields.get("sliding_window") is None:
         return {}
     first = integer(fields, "max_window_layers")
-    return _layer_windows(fields, [layer >= first for layer in range(integer(fields, "num_hidden_layers"))])
+    return _layer_windows(fields, [layer >= first for layer in range(num_layers(fields))])
 
 
 def llama(fields: Fields, head_dim: int) -> Parts:
@@ -80,8 +91,10 @@ def qwen3(fields: Fields, head_dim: int) -> Parts:
 
 def qwen3_moe(fields: Fields, head_dim: int) -> Parts:
     """Qwen 3's mixtures: some layers may be dense."""
-    layers, count = integer(fields, "num_hidden_layers"), _num_experts(fields)
+    layers, count = num_layers(fields), _num_experts(fields)
     step, dense = positive_integer(fields, "decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise UnsupportedModel(f"config field mlp_only_layers = {shown(dense)}: a list is needed")
     moe = MoeConfig(
         num_experts=count,
         experts_per_token=integer(fields, "num_experts_per_tok"),
@@ -105,7 +118,7 @@ def mixtral(fields: Fields, head_dim: int) -> Parts:
         experts_per_token=integer(fields, "num_experts_per_tok"),
         intermediate_size=integer(fields, "intermediate_size"),
         renormalise=True,
-        sparse=(True,) * integer(fields, "num_hidden_layers"),
+        sparse=(True,) * num_layers(fields),
     )
     return {**_plain_rope(fields, head_dim), **_same_window(fields), "moe": moe}
 
@@ -125,14 +138,14 @@ def _gemma(fields: Fields) -> Parts:
         "activation": "gelu_tanh",
         "post_norms": True,
         "embedding_scale": integer(fields, "hidden_size") ** 0.5,
-        "attention_softcap": number(fields, "attn_logit_softcapping", 0.0),
-        "logit_softcap": number(fields, "final_logit_softcapping", 0.0),
+        "attention_softcap": not_negative(fields, "attn_logit_softcapping", 0.0),
+        "logit_softcap": not_negative(fields, "final_logit_softcapping", 0.0),
     }
 
 
 def gemma2(fields: Fields, head_dim: int) -> Parts:
     """Gemma 2: every second layer has a window."""
-    sliding = [layer % 2 == 0 for layer in range(integer(fields, "num_hidden_layers"))]
+    sliding = [layer % 2 == 0 for layer in range(num_layers(fields))]
     rope = whole_heads(parse_rope(fields, head_dim), head_dim)
     return {**_gemma(fields), **_layer_windows(fields, sliding), "rope": rope}
 
@@ -140,7 +153,7 @@ def gemma2(fields: Fields, head_dim: int) -> Parts:
 def gemma3(fields: Fields, head_dim: int) -> Parts:
     """Gemma 3: layers with a window turn by a frequency of their own."""
     pattern = positive_integer(fields, "sliding_window_pattern", positive_integer(fields, "_sliding_window_pattern", 6))
-    sliding = [(layer + 1) % pattern != 0 for layer in range(integer(fields, "num_hidden_layers"))]
+    sliding = [(layer + 1) % pattern != 0 for layer in range(num_layers(fields))]
     rope, local = (whole_heads(one, head_dim) for one in gemma3_ropes(fields, head_dim))
     windows = _layer_windows(fields, sliding)
     return {**_gemma(fields), **windows, "rope": rope, "rope_local": local if windows else None, "qk_norm": True}

@@ -92,7 +92,10 @@ def _yarn(fields: Fields, parameters: Fields) -> RopeScaling:
 def _yarn_attention(parameters: Fields, factor: float) -> float:
     weights = [number(parameters, name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if all(weights):
-        return yarn_attention(factor, weights[0]) / yarn_attention(factor, weights[1])
+        values = [yarn_attention(factor, weight) for weight in weights]
+        if min(values) <= 0.0:
+            raise UnsupportedModel(f"rope fields mscale, mscale_all_dim = {weights}: must not be negative")
+        return values[0] / values[1]
     return yarn_attention(factor)
 
 
@@ -160,12 +163,19 @@ def gemma3_ropes(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]
     if FULL in nested or SLIDING in nested:
         for name in sorted(nested.keys() - {FULL, SLIDING}):
             raise UnsupportedModel(f"rope field {name} = {shown(nested[name])} is not supported")
-        full = {"rope_theta": 1e6, **(nested.get(FULL) or {})}
-        local = {"rope_theta": 1e4, **(nested.get(SLIDING) or {})}
+        full, local = _nested(nested, FULL, theta=1e6), _nested(nested, SLIDING, theta=1e4)
         return parse_rope(fields, head_dim, full), parse_rope(fields, head_dim, local)
     full = {"rope_theta": positive(fields, "rope_theta", 1e6), **nested}
     local_theta = positive(fields, "rope_local_base_freq", 1e4)
     return parse_rope(fields, head_dim, full), parse_rope(fields, head_dim, {"rope_theta": local_theta})
+
+
+def _nested(parameters: Fields, kind: str, *, theta: float) -> Fields:
+    """Of one kind of layer."""
+    own = parameters.get(kind) or {}
+    if not isinstance(own, dict):
+        raise UnsupportedModel(f"rope field {kind} = {shown(own)}: an object is needed")
+    return {"rope_theta": theta, **own}
 
 
 def whole_heads(rope: RopeConfig, head_dim: int) -> RopeConfig:

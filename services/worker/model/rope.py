@@ -46,7 +46,7 @@ def yarn_attention(factor: float, weight: float = 1.0) -> float:
 
 def longrope_attention(factor: float, original: int) -> float:
     """What multiplies cosine and sine (Ding et al., 2024), whichever divisors are in use."""
-    return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
+    return 1.0 if factor <= 1.0 or original < 2 else math.sqrt(1.0 + math.log(factor) / math.log(original))
 
 
 def _plain(theta: float, rotary_dim: int) -> torch.Tensor:
