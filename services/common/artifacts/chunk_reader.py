@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.artifacts.errors import InvalidArtifact
+from services.common.artifacts.regular_file import open_regular
 
 # Part of every digest: another size is another format (manifest.py).
 CHUNK_BYTES = 8 * 2**20
@@ -108,7 +109,7 @@ class _Reader:
 
     def _open(self, read: FileRead, stack: ExitStack) -> int:
         try:
-            descriptor = os.open(read.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_regular(read.path)
         except OSError as error:
             raise InvalidArtifact(f"{read.path.name}: {error.strerror}") from None
         stack.callback(os.close, descriptor)

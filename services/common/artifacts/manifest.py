@@ -17,6 +17,7 @@ import msgspec
 
 from services.common.artifacts.chunk_reader import CHUNK_BYTES, FileDigest, FileRead, Progress, num_chunks, read_files
 from services.common.artifacts.errors import InvalidArtifact
+from services.common.artifacts.regular_file import read_document
 
 FORMAT = 1
 MANIFEST_NAME = "kvmesh-manifest.json"
@@ -95,7 +96,7 @@ def read_manifest(path: Path) -> Manifest | None:
     """The manifest of the artifact at `path`; None when it has none. Raises InvalidArtifact when it cannot be used."""
     location = manifest_path(path)
     try:
-        return parse_manifest(location.read_bytes(), location.name)
+        return parse_manifest(read_document(location), location.name)
     except FileNotFoundError:
         return None
     except OSError as error:

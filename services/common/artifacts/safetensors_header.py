@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.errors import InvalidArtifact
+from services.common.artifacts.regular_file import open_regular
 
 # The format's own limit.
 MAX_HEADER_BYTES = 100_000_000
+# Of no tensor; without an end, sizes would take for ever to multiply, and no longer fit what they are passed to.
+MAX_DIMENSIONS = 8
+_LARGEST_COUNT = 2**48
 _NAMES_BY_BYTES = {
     1: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"),
     2: ("I16", "U16", "F16", "BF16"),
@@ -41,7 +45,7 @@ class StoredTensor:
 def read_safetensors_header(path: Path) -> list[StoredTensor]:
     """All tensors in the order of their bytes. Raises InvalidArtifact with one line."""
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             file_bytes = file.seek(0, 2)
             file.seek(0)
             data, base = _header(file.read(_LENGTH.size), file_bytes)
@@ -84,10 +88,14 @@ def _tensor(name: str, entry: Any, base: int) -> StoredTensor:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"tensor {name} has no dtype, shape or data_offsets") from None
-    if not isinstance(shape, list) or not all(type(one) is int and one >= 0 for one in (*shape, start, end)):
+    if isinstance(shape, list) and len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name}: {len(shape)} dimensions")
+    if not isinstance(shape, list) or not all(
+        type(one) is int and 0 <= one < _LARGEST_COUNT for one in (*shape, start, end)
+    ):
         raise ValueError(f"tensor {name}: shape or data_offsets are no counts")
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"tensor {name}: dtype {dtype!r} is not known")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError(f"tensor {name}: dtype {str(dtype)[:20]!r} is not known")
     size = math.prod(shape) * ITEM_BYTES[dtype]
     if end - start != size:
         raise ValueError(f"tensor {name}: {end - start} bytes for {dtype} {shape}")

@@ -109,6 +109,8 @@ class _Parser:
     def _tensor(
         self, base: int, name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, offset: int
     ) -> GgufTensor:
+        if not all(shape):
+            raise ValueError(f"tensor {name[:80]} holds no values")
         block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % block_values:
             raise ValueError(f"tensor {name}: rows of {shape[-1]} values do not fill blocks of {block_values}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from services.common.artifacts.regular_file import read_document
 from services.worker.model.config import ModelConfig
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
 from services.worker.model.hf_families import FAMILIES, Family
@@ -86,7 +87,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     """Parse folder/config.json. Raises UnsupportedModel, or InvalidWeights when it is not a JSON object."""
     path = folder / "config.json"
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_document(path))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidWeights(f"{path.name} cannot be read: {error}") from error
     if not isinstance(fields, dict):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from services.common.artifacts.errors import InvalidArtifact
+from services.common.artifacts.regular_file import read_document
 from services.common.artifacts.safetensors_header import StoredTensor, read_safetensors_header
 from services.worker.model.errors import InvalidWeights
 from services.worker.model.reading import Extent, WeightFile
@@ -80,12 +82,12 @@ class SafetensorsSource:
 def _index(folder: Path) -> dict[str, str]:
     """File of each tensor as the index says; empty without one. Raises InvalidWeights."""
     try:
-        placed = json.loads((folder / INDEX_FILE).read_bytes())["weight_map"]
+        placed = json.loads(read_document(folder / INDEX_FILE))["weight_map"]
         if not placed or not all(isinstance(file, str) for file in placed.values()):
             raise ValueError("its weight_map names no files")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InvalidWeights(f"{INDEX_FILE} cannot be read: {error}") from error
     return dict(placed)
 
@@ -96,6 +98,6 @@ def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
         raise InvalidWeights(f"{folder.name} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
     names = sorted(set(index.values())) or [SINGLE_FILE]
     for name in names:
-        if Path(name).name != name or not (folder / name).exists():
-            raise InvalidWeights(f"{INDEX_FILE} names {name}, which is not in the folder")
+        if Path(name).name != name or not os.path.exists(folder / name):
+            raise InvalidWeights(f"{INDEX_FILE} names {name[:80]}, which is not in the folder")
     return [folder / name for name in names]

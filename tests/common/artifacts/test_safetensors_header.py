@@ -48,7 +48,7 @@ def test_what_the_format_s_own_library_writes(tmp_path: Path) -> None:
         ({"a": entry(0, 24, shape=[5])}, "24 bytes for F32"),
         ({"a": entry(0, 24, dtype="F4")}, "dtype 'F4'"),
         ({"a": entry(0, 24, shape=[-6, -1])}, "no counts"),
-        ({"a": entry(0, 24, shape=[2**62, 2**62])}, "24 bytes for"),
+        ({"a": entry(0, 24, shape=[2**62, 2**62])}, "no counts"),
         ({"a": entry(0, 24, shape=[True])}, "no counts"),
         ({"a": entry(0, 24, shape="24")}, "no counts"),
         ({"a": {"dtype": "F32", "shape": [6]}}, "no dtype, shape or data_offsets"),

@@ -210,6 +210,7 @@ def test_gguf_headers_that_lie(tmp_path: Path) -> None:
     for at, skip, value, message in (
         (b"two", 3, (2**31).to_bytes(4, "little"), "two: 2147483648 dimensions"),
         (b"two", 3, bytes(4), "two: 0 dimensions"),
+        (b"two", 3 + 4, bytes(8), "two holds no values"),
         (b"two", 3 + 4 + 16 + 4, bytes(8), "overlaps"),
         (b"two", 0, b"one", "one occurs twice"),
         (b"two", 3 + 4 + 16, (99).to_bytes(4, "little"), "99"),
