@@ -19,11 +19,10 @@ from services.worker.model.config import ModelConfig, RopeConfig
 from services.worker.model.device.block_copier import PoolCopier
 from services.worker.model.device.device_runner import DeviceRunner
 from services.worker.model.device.graphs import CudaCapture, DecodeGraphs, run_again
-from services.worker.model.device.linear_layers import WeightKind
 from services.worker.model.device.timeline import timeline
 from services.worker.model.device.triton_decoder import TritonDecoder
 from services.worker.model.kv_pool import KvPool
-from services.worker.model.layout import KvLayout
+from services.worker.model.layout import DeviceWeightDtype, KvLayout
 from services.worker.model.memory import MemoryMap
 from services.worker.model.runner import RunnerSpec
 from services.worker.model.step import StepInput
@@ -32,8 +31,8 @@ from services.worker.model.torch_decoder import TorchDecoder
 from services.worker.model.weights import LayerWeights, MlpWeights, ModelWeights
 
 DECODE_TARGET = 1.25
-KINDS: tuple[WeightKind, ...] = ("dtype", "float8", "int8", "int4")
-KINDS_INTERPRETED: tuple[WeightKind, ...] = ("dtype", "float8")
+WEIGHT_DTYPES: tuple[DeviceWeightDtype, ...] = ("dtype", "float8", "int8", "int4")
+WEIGHT_DTYPES_INTERPRETED: tuple[DeviceWeightDtype, ...] = ("dtype", "float8")
 # Of the tiny model: products and residual stream round to BF16 a dozen times on the way to its logits.
 MODEL_TOLERANCE = 6e-2
 
@@ -96,9 +95,12 @@ def step_shapes(device: torch.device) -> tuple[tuple[tuple[int, int], ...], tupl
 
 
 class Bench:
-    """A runner of one kind of weights on the device."""
+    """A runner of one weight format on the device."""
 
-    def __init__(self, device: torch.device, shape: Shape, kind: WeightKind, weights: ModelWeights) -> None:
+    def __init__(
+        self, device: torch.device, shape: Shape, weight_dtype: DeviceWeightDtype, weights: ModelWeights
+    ) -> None:
+        self.weight_dtype = weight_dtype
         self.config = model_config(shape)
         on_gpu = device.type == "cuda"
         decodes, prefills = step_shapes(device)
@@ -107,7 +109,7 @@ class Bench:
         self._layout = KvLayout(shape.kv_heads, shape.layers, shape.head_dim, "bfloat16")
         self._num_blocks = max_seqs * -(-longest // BLOCK_TOKENS) + -(-prefills[-1] // BLOCK_TOKENS)
         pool = KvPool.on_device(device, self._layout, self._num_blocks)
-        decoder = TritonDecoder(self.config, weights, pool, self._context, exact=False, kind=kind)
+        decoder = TritonDecoder(self.config, weights, pool, self._context, exact=False, weight_dtype=weight_dtype)
         self.streamed_bytes = decoder.streamed_bytes
         lanes = timeline(device)
         copier = PoolCopier(pool, torch.zeros(1, self._layout.block_bytes, dtype=torch.uint8), lanes)
@@ -152,38 +154,38 @@ class Bench:
 def step_cases(timer: Timer, limits: Limits, shape: Shape) -> Iterator[Case]:
     """Decode and prefill steps, host included: from submit until the logits are in host memory."""
     weights = random_weights(model_config(shape), timer.device)
-    for kind in KINDS if timer.device.type == "cuda" else KINDS_INTERPRETED:
+    for weight_dtype in WEIGHT_DTYPES if timer.device.type == "cuda" else WEIGHT_DTYPES_INTERPRETED:
         bench: list[Bench] = []
 
-        def opened(kind: WeightKind = kind, bench: list[Bench] = bench) -> Bench:
+        def opened(weight_dtype: DeviceWeightDtype = weight_dtype, bench: list[Bench] = bench) -> Bench:
             if not bench:
-                bench.append(Bench(timer.device, shape, kind, weights))
+                bench.append(Bench(timer.device, shape, weight_dtype, weights))
             return bench[0]
 
         decodes, prefills = step_shapes(timer.device)
         for seqs, context in decodes:
             yield (
-                f"step decode {kind} {seqs} x {context}",
-                lambda s=seqs, c=context, k=kind, o=opened: _decode(timer, limits, o(), k, s, c),  # type: ignore[misc]
+                f"step decode {weight_dtype} {seqs} x {context}",
+                lambda s=seqs, c=context, o=opened: _decode(timer, limits, o(), s, c),  # type: ignore[misc]
             )
         for tokens in prefills:
             yield (
-                f"step prefill {kind} {tokens}",
-                lambda t=tokens, k=kind, o=opened: _prefill(timer, limits, o(), k, t),  # type: ignore[misc]
+                f"step prefill {weight_dtype} {tokens}",
+                lambda t=tokens, o=opened: _prefill(timer, limits, o(), t),  # type: ignore[misc]
             )
         bench.clear()
 
 
-def _decode(timer: Timer, limits: Limits, bench: Bench, kind: WeightKind, seqs: int, context: int) -> Row:
+def _decode(timer: Timer, limits: Limits, bench: Bench, seqs: int, context: int) -> Row:
     step = bench.step(seqs, 1, context)
     ms = timer.milliseconds(lambda: bench.run(step), cold=False, captured=False)
     kv_bytes = seqs * context * bench.runner.spec.layout.block_bytes / BLOCK_TOKENS
     floor_ms = 1e3 * (bench.streamed_bytes + kv_bytes) / limits.copy_bytes_per_s
-    name = f"step decode {kind} {seqs} x {context}"
+    name = f"step decode {bench.weight_dtype} {seqs} x {context}"
     return Row(name, ms, f"{seqs / ms * 1e3:.0f} tokens/s", "floor", ms / floor_ms, DECODE_TARGET, at_most=True)
 
 
-def _prefill(timer: Timer, limits: Limits, bench: Bench, kind: WeightKind, tokens: int) -> Row:
+def _prefill(timer: Timer, limits: Limits, bench: Bench, tokens: int) -> Row:
     step = bench.step(1, tokens, tokens)
     ms = timer.milliseconds(lambda: bench.run(step), cold=False, captured=False)
     config = bench.config
@@ -192,7 +194,7 @@ def _prefill(timer: Timer, limits: Limits, bench: Bench, kind: WeightKind, token
         + 3 * config.hidden_size * config.intermediate_size
     )
     flop = 2.0 * parameters * tokens + 2.0 * tokens**2 * config.num_heads * config.head_dim * config.num_layers
-    row = compute_row(f"step prefill {kind} {tokens}", ms, flop, limits)
+    row = compute_row(f"step prefill {bench.weight_dtype} {tokens}", ms, flop, limits)
     return Row(row.name, ms, f"{tokens / ms * 1e3:.0f} tokens/s", row.limit, row.ratio)
 
 

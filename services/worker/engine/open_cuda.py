@@ -1,7 +1,6 @@
 """A replica on a GPU: load, measure the largest step, size the pool by what is left, stage transfers, capture decode.
 
-Imported only where there is a GPU: it needs Triton, which is not installed everywhere. What touches the device only
-here, and nowhere in what the CPU tests run: pinning memory and asking for memory figures.
+Imported only where there is a GPU: it needs Triton, which is not installed everywhere.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from services.worker.engine.open import DEFAULT_STAGING_BYTES, OpenReplica, map_
 from services.worker.messages import LoadProgress
 from services.worker.model.config import ModelConfig
 from services.worker.model.device.block_copier import PoolCopier
+from services.worker.model.device.device_memory import DeviceMemory, pin_memory
 from services.worker.model.device.device_runner import DeviceRunner
 from services.worker.model.device.graphs import Capture, CudaCapture, DecodeGraphs, run_again
-from services.worker.model.device.linear_layers import WeightKind
 from services.worker.model.device.timeline import timeline
 from services.worker.model.device.triton_decoder import TritonDecoder
 from services.worker.model.digest import model_digest
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool
-from services.worker.model.layout import KvDtype, KvLayout
+from services.worker.model.layout import DeviceWeightDtype, KvDtype, KvLayout
 from services.worker.model.load import executed_format, open_model
 from services.worker.model.memory import MemoryMap, pool_blocks
 from services.worker.model.runner import RunnerSpec
@@ -52,47 +51,6 @@ class _Loaded:
     max_context: int
 
 
-class DeviceMemory:
-    """Memory figures of a device; of a CPU, on which tests run, none are known."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        if self._device.type != "cuda":
-            return self._device.type
-        return f"{self._device} {torch.cuda.get_device_name(self._device)}"
-
-    def free_and_total(self) -> tuple[int, int]:
-        """Bytes free to everybody now, what this process only caches given back before; and all bytes."""
-        if self._device.type != "cuda":
-            return 0, 0
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return free, total
-
-    def allocated(self) -> int:
-        """Bytes that tensors of this process take."""
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
-
-    def settle(self) -> None:
-        """Wait until everything launched so far is done, on whatever stream."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def begin_peak(self) -> None:
-        """From now on the peak counts."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak(self) -> int:
-        """Most bytes that tensors took since `begin_peak`."""
-        self.settle()
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
-
-
 def open_device(config: EngineConfig, device: torch.device, tell: Callable[[LoadProgress], None]) -> OpenReplica:
     """Load a model to a device. tell: how far that is. Raises ModelError or ValueError with one line."""
     memory = DeviceMemory(device)
@@ -103,30 +61,20 @@ def open_device(config: EngineConfig, device: torch.device, tell: Callable[[Load
     pool = KvPool.on_device(device, loaded.layout, num_blocks)
     loaded.decoder.use_pool(pool)
     staging = map_staging(config.pool_fd, loaded.layout, config.staging_bytes or DEFAULT_STAGING_BYTES)
-    pin(staging, device)
+    pin_memory(staging, device)
     lanes = timeline(device)
     copier = PoolCopier(pool, staging, lanes)
-    spec = RunnerSpec(
-        config=loaded.config,
-        layout=loaded.layout,
-        digest=loaded.digest,
-        dtype=config.dtype,
-        vocab_size=loaded.config.vocab_size,
-        max_context=loaded.max_context,
+    memory_map = MemoryMap(
+        device=memory.name,
+        total_bytes=total_bytes,
+        weight_bytes=loaded.weight_bytes,
+        reserve_bytes=reserve_bytes,
+        block_bytes=loaded.layout.block_bytes,
         num_blocks=num_blocks,
-        weight_format=loaded.weight_format,
-        backend=loaded.decoder.backend,
-        memory=MemoryMap(
-            device=memory.name,
-            total_bytes=total_bytes,
-            weight_bytes=loaded.weight_bytes,
-            reserve_bytes=reserve_bytes,
-            block_bytes=loaded.layout.block_bytes,
-            num_blocks=num_blocks,
-            max_context=loaded.max_context,
-            staging_bytes=staging.nbytes,
-        ),
+        max_context=loaded.max_context,
+        staging_bytes=staging.nbytes,
     )
+    spec = _spec(loaded, config, memory_map)
     reach = min(loaded.max_context, num_blocks * BLOCK_TOKENS)
     runner = DeviceRunner(spec, loaded.decoder, lanes, copier, DecodeGraphs(config.max_running, reach))
     runner.capture(_capture(device))
@@ -135,15 +83,6 @@ def open_device(config: EngineConfig, device: torch.device, tell: Callable[[Load
     _warm_up(runner, reach)
     _log.info("model loaded", backend=spec.backend, dtype=config.dtype, blocks=num_blocks, reserve_bytes=reserve_bytes)
     return OpenReplica(runner, StagedTransfers(copier, len(staging)), len(staging))
-
-
-def pin(staging: torch.Tensor, device: torch.device) -> None:
-    """Make shared memory a target of copies that nobody waits for. Raises RuntimeError when the driver refuses."""
-    if device.type == "cuda":
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(runtime.cudaHostRegister(staging.data_ptr(), staging.nbytes, 0))
-        if status:
-            raise RuntimeError(f"staging_bytes={staging.nbytes}: this much memory cannot be pinned (status {status})")
 
 
 def _load(
@@ -162,8 +101,8 @@ def _load(
     step_blocks = -(-min(config.step_token_budget, max_context) // BLOCK_TOKENS)
     pool = KvPool.on_device(device, layout, step_blocks)
     before = memory.allocated()
-    kind = _weight_kind(config)
-    decoder = TritonDecoder(model, weights, pool, max_context, exact=config.exact == "on", kind=kind)
+    weight_dtype = _weight_dtype(config)
+    decoder = TritonDecoder(model, weights, pool, max_context, exact=config.exact == "on", weight_dtype=weight_dtype)
     return _Loaded(
         decoder,
         model,
@@ -174,18 +113,33 @@ def _load(
             dtype=config.dtype,
             served_context=max_context,
             # Groups and the layers that are rounded are not those of the CPU's formats.
-            weight_dtype=kind if kind == "dtype" else f"{kind} on a device",
+            weight_dtype=weight_dtype if weight_dtype == "dtype" else f"{weight_dtype} on a device",
         ),
-        executed_format(files.weight_format, kind),
+        executed_format(files.weight_format, weight_dtype),
         memory.allocated() - before,
         max_context,
     )
 
 
-def _weight_kind(config: EngineConfig) -> WeightKind:
+def _weight_dtype(config: EngineConfig) -> DeviceWeightDtype:
     if config.weight_dtype == "int8-dynamic":
         raise ValueError("weight_dtype=int8-dynamic: is for device cpu")
     return config.weight_dtype
+
+
+def _spec(loaded: _Loaded, config: EngineConfig, memory: MemoryMap) -> RunnerSpec:
+    return RunnerSpec(
+        config=loaded.config,
+        layout=loaded.layout,
+        digest=loaded.digest,
+        dtype=config.dtype,
+        vocab_size=loaded.config.vocab_size,
+        max_context=loaded.max_context,
+        num_blocks=memory.num_blocks,
+        weight_format=loaded.weight_format,
+        backend=loaded.decoder.backend,
+        memory=memory,
+    )
 
 
 def _measure_step(loaded: _Loaded, config: EngineConfig, memory: DeviceMemory) -> int:

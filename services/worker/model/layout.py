@@ -18,7 +18,8 @@ ComputeDtype = Literal["bfloat16", "float32"]
 KvDtype = Literal["bfloat16", "float32", "float8_e4m3fn", "int8"]
 # What the weights of linear layers are rounded to before they are executed; "dtype": to the compute dtype.
 CpuWeightDtype = Literal["dtype", "int8", "int8-dynamic", "int4"]
-WeightDtype = Literal["dtype", "int8", "int8-dynamic", "int4", "float8"]
+DeviceWeightDtype = Literal["dtype", "int8", "int4", "float8"]
+WeightDtype = Literal[CpuWeightDtype, DeviceWeightDtype]
 
 KV_DTYPE_BYTES: dict[KvDtype, int] = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 QUANTISED: frozenset[KvDtype] = frozenset({"float8_e4m3fn", "int8"})

@@ -8,7 +8,7 @@ row) is the vendor library's alone and refused in exact mode.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from kernels.quantised_linear import QuantisedWeight, quantise
 from kernels.triton.linear import linear
 from kernels.triton.quantised_linear import quantised_linear
+from services.worker.model.layout import DeviceWeightDtype
 
-WeightKind = Literal["dtype", "int8", "int4", "float8"]
 # Values of one scale: of INT4 a length that costs little memory and little accuracy.
 INT4_GROUP = 128
 _LARGEST_E4M3 = 448.0
@@ -92,19 +92,21 @@ def to_float8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows / scales).clamp(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn), scales
 
 
-def make_layer(weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind, *, exact: bool) -> LinearLayer:
-    """A layer with `weight` [n, k], on its device, rounded to what `kind` says.
+def make_layer(
+    weight: torch.Tensor, bias: torch.Tensor | None, weight_dtype: DeviceWeightDtype, *, exact: bool
+) -> LinearLayer:
+    """A layer with `weight` [n, k], on its device, rounded to weight_dtype.
 
     INT4 takes groups of 128 where they divide k, else of 32, and INT8 for a k that no group divides. Raises ValueError
     for FP8 in exact mode.
     """
-    if kind == "dtype":
+    if weight_dtype == "dtype":
         return DenseLayer(weight, bias, exact=exact)
-    if kind == "float8":
+    if weight_dtype == "float8":
         if exact:
             raise ValueError("FP8 products are the vendor library's, which depend on the number of rows: not exact")
         return Float8Layer(weight, bias)
     k = weight.shape[1]
     group = next((size for size in (INT4_GROUP, 32) if k % size == 0), None)
-    rounded = quantise(weight, 4, group) if kind == "int4" and group else quantise(weight, 8)
+    rounded = quantise(weight, 4, group) if weight_dtype == "int4" and group else quantise(weight, 8)
     return IntegerLayer(rounded, bias, exact=exact)

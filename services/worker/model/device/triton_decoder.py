@@ -19,8 +19,9 @@ from kernels.triton.paged_attention import paged_attention
 from kernels.triton.rms_norm import add_rms_norm, rms_norm
 from kernels.triton.rotary_write import rotary_write
 from services.worker.model.config import ModelConfig
-from services.worker.model.device.linear_layers import LinearLayer, WeightKind, make_layer
+from services.worker.model.device.linear_layers import LinearLayer, make_layer
 from services.worker.model.kv_pool import KvPool
+from services.worker.model.layout import DeviceWeightDtype
 from services.worker.model.rope import rotary_tables
 from services.worker.model.weights import ExpertWeights, LayerWeights, ModelWeights, embedding_scale
 
@@ -52,7 +53,7 @@ class _Layer:
 class TritonDecoder:
     """A Decoder on the device of its pool.
 
-    kind: what linear layers are made of; router, experts, embedding and head stay as stored. The pool may be another
+    weight_dtype: of linear layers; router, experts, embedding and head stay as stored. The pool may be another
     one later (`use_pool`): the largest step is measured over a small one first.
     """
 
@@ -64,7 +65,7 @@ class TritonDecoder:
         num_positions: int,
         *,
         exact: bool,
-        kind: WeightKind = "dtype",
+        weight_dtype: DeviceWeightDtype = "dtype",
     ) -> None:
         self.backend = f"triton {pool.blocks.device.type}{' exact' if exact else ''}"
         self._config = config
@@ -77,7 +78,7 @@ class TritonDecoder:
         self._embedding = self._move(weights.embedding)
         self._embedding_scale = embedding_scale(config, self._dtype)
         self._layers = [
-            self._layer(layer, kind, *tables[rope]) for layer, rope in zip(weights.layers, ropes, strict=True)
+            self._layer(layer, weight_dtype, *tables[rope]) for layer, rope in zip(weights.layers, ropes, strict=True)
         ]
         self._final_norm = self._move(weights.final_norm)
         tied = weights.head is weights.embedding
@@ -185,9 +186,11 @@ class TritonDecoder:
     def _move_if(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else self._move(tensor)
 
-    def _layer(self, layer: LayerWeights, kind: WeightKind, cos: torch.Tensor, sin: torch.Tensor) -> _Layer:
+    def _layer(
+        self, layer: LayerWeights, weight_dtype: DeviceWeightDtype, cos: torch.Tensor, sin: torch.Tensor
+    ) -> _Layer:
         def make(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearLayer:
-            return make_layer(self._move(weight), self._move_if(bias), kind, exact=self._exact)
+            return make_layer(self._move(weight), self._move_if(bias), weight_dtype, exact=self._exact)
 
         mlp, experts, gate_up, down = layer.mlp, None, None, None
         if isinstance(mlp, ExpertWeights):

@@ -9,10 +9,9 @@ import torch
 
 from bench.family_models import make_model, save_model
 from services.worker.model.config import ModelConfig
-from services.worker.model.device.linear_layers import WeightKind
 from services.worker.model.device.triton_decoder import TritonDecoder
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool
-from services.worker.model.layout import ComputeDtype, KvDtype, KvLayout
+from services.worker.model.layout import ComputeDtype, DeviceWeightDtype, KvDtype, KvLayout
 from services.worker.model.load import open_model
 from services.worker.model.torch_decoder import TorchDecoder
 from services.worker.model.weights import ModelWeights, load_weights
@@ -41,10 +40,10 @@ def triton_decoder(
     dtype: KvDtype,
     *,
     exact: bool = False,
-    kind: WeightKind = "dtype",
+    weight_dtype: DeviceWeightDtype = "dtype",
 ) -> TritonDecoder:
     """Over a pool of its own."""
-    return TritonDecoder(config, weights, make_pool(config, dtype), CONTEXT, exact=exact, kind=kind)
+    return TritonDecoder(config, weights, make_pool(config, dtype), CONTEXT, exact=exact, weight_dtype=weight_dtype)
 
 
 def torch_decoder(config: ModelConfig, weights: ModelWeights, dtype: KvDtype) -> TorchDecoder:

@@ -65,10 +65,10 @@ def test_a_quantised_pool_is_near(dtype: KvDtype, tmp_path: Path) -> None:
     assert 1e-4 < errors(found, expected).median() < (0.25 if dtype == "float8_e4m3fn" else 0.05)
 
 
-@pytest.mark.parametrize("kind", ["dtype", "int8"])
-def test_exact_mode_gives_a_row_the_same_bits_in_every_batch(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight_dtype", ["dtype", "int8"])
+def test_exact_mode_gives_a_row_the_same_bits_in_every_batch(weight_dtype: str, tmp_path: Path) -> None:
     config, weights = load("gemma2", tmp_path, "float32")
-    decoder = triton_decoder(config, weights, "float32", exact=True, kind=kind)  # type: ignore[arg-type]
+    decoder = triton_decoder(config, weights, "float32", exact=True, weight_dtype=weight_dtype)  # type: ignore[arg-type]
     whole = decoder.forward(batch(Chunk(TOKENS[:22], 0, TABLE)), 1)
     parts = [decoder.forward(batch(Chunk(TOKENS[:9], 0, OTHER)), 1)]
     beside = [Chunk(TOKENS[9:21], 9, OTHER), Chunk(TOKENS[:3], 0, [20])]
@@ -77,12 +77,12 @@ def test_exact_mode_gives_a_row_the_same_bits_in_every_batch(kind: str, tmp_path
     assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("int8", 0.1), ("int4", 0.6), ("float8", 0.3)])
-def test_rounded_weights_are_near(kind: str, limit: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weight_dtype", "limit"), [("int8", 0.1), ("int4", 0.6), ("float8", 0.3)])
+def test_rounded_weights_are_near(weight_dtype: str, limit: float, tmp_path: Path) -> None:
     dtype: ComputeDtype = "bfloat16"
     config, weights = load("llama3", tmp_path, dtype)
     reference = torch_decoder(config, weights, dtype)
-    decoder = triton_decoder(config, weights, dtype, kind=kind)  # type: ignore[arg-type]
+    decoder = triton_decoder(config, weights, dtype, weight_dtype=weight_dtype)  # type: ignore[arg-type]
     begin(reference)
     decoder.pool.copy_(reference.pool)
     expected, found = life(reference), life(decoder)
@@ -92,4 +92,4 @@ def test_rounded_weights_are_near(kind: str, limit: float, tmp_path: Path) -> No
 def test_float8_products_are_not_exact(tmp_path: Path) -> None:
     config, weights = load("llama3", tmp_path, "bfloat16")
     with pytest.raises(ValueError, match="not exact"):
-        triton_decoder(config, weights, "bfloat16", exact=True, kind="float8")
+        triton_decoder(config, weights, "bfloat16", exact=True, weight_dtype="float8")
