@@ -82,10 +82,10 @@ class ModelCache:
         try:
             for part in ("entries", "leases", "staging", "copying", "known"):
                 (folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._changing():
+                left_over = self._dead_stagings()
         except OSError as error:
             raise ArtifactError(f"model cache {folder}: {error.strerror}") from None
-        with self._changing():
-            left_over = self._dead_stagings()
         _delete(left_over)
 
     def lease(self, digest: str) -> Lease | None:

@@ -50,6 +50,9 @@ class ArtifactService(artifacts_pb2_grpc.ArtifactsServicer):
                 async for chunk in _chunks(lease, manifest, request):
                     _served.add(len(chunk.data))
                     yield chunk
+            except OSError as error:
+                _refused.add(1, {"reason": "unreadable"})
+                await context.abort(grpc.StatusCode.DATA_LOSS, f"{request.file[:80]}: {error.strerror}")
             finally:
                 lease.close()
         finally:
@@ -59,7 +62,10 @@ class ArtifactService(artifacts_pb2_grpc.ArtifactsServicer):
         """A lease, so that it is not evicted while it is sent; None when it is not here."""
         if self._cache is None or not digest.isalnum():
             return None
-        lease = self._cache.lease(digest)
+        try:
+            lease = self._cache.lease(digest)
+        except OSError:
+            return None
         if lease is None:
             return None
         try:

@@ -94,6 +94,12 @@ class ModelStore:
             return Acquired(source, None)
         except TimeoutError:
             raise CopyTimeout(f"{source.name}: not copied within {self._copy_timeout_s:g} s") from None
+        except OSError as error:
+            # The cache was taken away, or its disk is read-only or broken: what it spared can be done without it.
+            _log.error("the model cache cannot be used, the model is read where it lies", reason=str(error))
+            _failures.add(1, {"origin": "cache"})
+            _acquired.add(1, {"origin": "direct"})
+            return Acquired(source, None)
         return Acquired(ModelSource(source.name, lease.path), lease)
 
     @contextlib.asynccontextmanager
@@ -124,7 +130,11 @@ class ModelStore:
             _log.error("a cached model is damaged and removed", digest=lease.digest, reason=str(error))
         finally:
             lease.close()
-        return await asyncio.to_thread(cache.remove, lease.digest)
+        try:
+            return await asyncio.to_thread(cache.remove, lease.digest)
+        except OSError as error:
+            _log.error("a cached model cannot be removed", digest=lease.digest, reason=str(error))
+            return False
 
     async def _cached(self, cache: ModelCache, source: ModelSource, told: Callable[[int, int], None]) -> Lease:
         manifest = await asyncio.to_thread(read_manifest, source.path)

@@ -336,3 +336,18 @@ def test_accounting(
     for lease in walk.leases:
         lease.close()
     check_whole(walk.cache)
+
+
+@pytest.mark.parametrize("part", ["lock", "staging"])
+def test_a_directory_that_is_no_cache_is_refused(tmp_path: Path, part: str) -> None:
+    """Also where only a later step finds out, as with a disk that can only be read."""
+    ModelCache(tmp_path / "cache", MIB)
+    path = tmp_path / "cache" / part
+    if path.is_dir():
+        path.rmdir()
+        path.touch()
+    else:
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(ArtifactError, match="model cache"):
+        ModelCache(tmp_path / "cache", MIB)

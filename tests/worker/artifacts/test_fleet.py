@@ -283,3 +283,55 @@ async def test_a_damaged_source_is_refused_and_a_damaged_copy_dropped(
         await store.acquire(ModelSource("m", source), lambda done, total: None)
     assert (cache.entries(), cache.used_bytes()) == ([], 0)
     await redis.aclose()
+
+
+@pytest.mark.parametrize("part", ["", "entries", "staging", "copying", "leases", "lock"])
+async def test_a_cache_that_was_taken_away_is_done_without(
+    source: Path, tmp_path: Path, valkey: Valkey, part: str
+) -> None:
+    """By hand, or because its disk broke: a load then reads the source, and a peer is told that nothing is here."""
+    redis = connect_redis(valkey.url)
+    cache = ModelCache(tmp_path / "cache", 10**9)
+    places = SharedPlaces(redis, KeySpace().artifacts(), lambda: "127.0.0.1:1")
+    store = ModelStore(cache, places, MeshSecret(SECRET), source_readers=1, copy_timeout_s=60)
+    gone = tmp_path / "cache" / part
+    gone.rename(tmp_path / "gone")
+    if part == "lock":
+        gone.mkdir()
+    acquired = await store.acquire(ModelSource("m", source), lambda done, total: None)
+    assert (acquired.lease, acquired.source.path) == (None, source)
+    if part in ("", "lock"):
+        server = MeshServer("127.0.0.1:0", secret=MeshSecret(SECRET))
+        serves = ArtifactService(cache, max_serves=1)
+        server.add(artifacts_pb2_grpc.add_ArtifactsServicer_to_server, serves, "kvmesh.v1.Artifacts")
+        await server.start()
+        assert await fetch_status(server.address, source) == grpc.StatusCode.NOT_FOUND
+        await server.stop(0.2)
+    await redis.aclose()
+
+
+async def test_a_file_that_was_taken_out_of_an_entry(source: Path, tmp_path: Path) -> None:
+    cache = ModelCache(tmp_path / "cache", 10**9)
+    lease = copy_from_source(cache, "m", source, read_manifest(source))
+    (lease.path / "config.json").unlink()
+    server = MeshServer("127.0.0.1:0", secret=MeshSecret(SECRET))
+    serves = ArtifactService(cache, max_serves=1)
+    server.add(artifacts_pb2_grpc.add_ArtifactsServicer_to_server, serves, "kvmesh.v1.Artifacts")
+    await server.start()
+    for _ in range(3):
+        assert await fetch_status(server.address, source) == grpc.StatusCode.DATA_LOSS, "and its place is given back"
+    await server.stop(0.2)
+    lease.close()
+
+
+async def fetch_status(address: str, source: Path) -> grpc.StatusCode:
+    """Of a fetch of the configuration that fails."""
+    async with open_channel(address) as channel:
+        request = artifacts_pb2.FetchRequest(digest=make_manifest(source).digest, file="config.json")
+        call = artifacts_pb2_grpc.ArtifactsStub(channel).Fetch(
+            request, metadata=call_metadata(MeshSecret(SECRET)), timeout=20
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    code: grpc.StatusCode = caught.value.code()
+    return code
