@@ -20,11 +20,11 @@ from services.common.process import die_with_parent
 from services.common.telemetry import configure_logging
 from services.worker.admission import SchedulerLimits
 from services.worker.core import CoreLimits, EngineCore
-from services.worker.engine.benchmark import measure
+from services.worker.engine.benchmark import Benchmark, measure
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.load_progress import memory_figures
 from services.worker.engine.loop import EngineLoop
-from services.worker.engine.open import open_replica
+from services.worker.engine.open import OpenReplica, open_replica
 from services.worker.ipc import Link
 from services.worker.link_rates import LinkRates
 from services.worker.messages import Configure, EngineFailed, EngineReady, FromFrontToEngine, Message
@@ -83,26 +83,29 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     # What is loaded stays. Looking through it, as a full collection would, holds every stream up for 0.1 s.
     gc.collect()
     gc.freeze()
-    front.send(
-        EngineReady(
-            model_digest=spec.digest,
-            dtype=spec.dtype,
-            kv_dtype=spec.layout.dtype,
-            weight_format=spec.weight_format,
-            vocab_size=spec.vocab_size,
-            context_length=limits.scheduler.max_context,
-            num_blocks=spec.num_blocks,
-            block_bytes=spec.layout.block_bytes,
-            prefill_tokens_per_s=speed.prefill_tokens_per_s,
-            decode_step_s=speed.decode_step_s,
-            block_shape=list(spec.layout.block_shape),
-            transfer_slots=opened.transfer_slots,
-            memory=memory_figures(spec.memory),
-        )
-    )
+    front.send(_ready(opened, limits, speed))
     links = LinkRates(spec.layout.block_bytes, config.pull_half_life_s)
     core = EngineCore(limits, spec.num_blocks, block_key, rates, links)
     return EngineLoop(core, runner, front, mover, transfers=opened.transfers)
+
+
+def _ready(opened: OpenReplica, limits: CoreLimits, speed: Benchmark) -> EngineReady:
+    spec = opened.runner.spec
+    return EngineReady(
+        model_digest=spec.digest,
+        dtype=spec.dtype,
+        kv_dtype=spec.layout.dtype,
+        weight_format=spec.weight_format,
+        vocab_size=spec.vocab_size,
+        context_length=limits.scheduler.max_context,
+        num_blocks=spec.num_blocks,
+        block_bytes=spec.layout.block_bytes,
+        prefill_tokens_per_s=speed.prefill_tokens_per_s,
+        decode_step_s=speed.decode_step_s,
+        block_shape=list(spec.layout.block_shape),
+        transfer_slots=opened.transfer_slots,
+        memory=memory_figures(spec.memory),
+    )
 
 
 def _limits(config: EngineConfig, spec: RunnerSpec) -> CoreLimits:

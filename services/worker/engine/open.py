@@ -61,6 +61,10 @@ def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgres
         from services.worker.engine.open_cuda import open_device
 
         return open_device(config, device, tell)
+    return _open_cpu(config, threads, tell)
+
+
+def _open_cpu(config: EngineConfig, threads: int, tell: Callable[[LoadProgress], None]) -> OpenReplica:
     if config.weight_dtype == "float8":
         raise ValueError("weight_dtype=float8: is for device cuda")
     path = Path(config.model_path)
