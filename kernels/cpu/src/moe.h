@@ -1,6 +1,6 @@
 // Mixture of experts: routing, and the experts' MLPs with each expert's weights read once a step.
 //
-// A token's result depends on that token alone: its experts are ranked (larger share first, of equal ones the lower
+// A token's result depends on that token alone: its experts are ranked (larger logit first, of equal ones the lower
 // index), products are independent of the rows beside them, and the sum runs over the token's experts in rank order.
 #pragma once
 
@@ -55,7 +55,7 @@ struct Routing {
         for (float& value : shares) value /= total;
         std::vector<int> order(experts.count);
         for (int i = 0; i < experts.count; ++i) order[i] = i;
-        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return shares[a] > shares[b]; });
+        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return logits[a] > logits[b]; });
         float sum = 0;
         for (int rank = 0; rank < experts.per_token; ++rank) sum += shares[order[rank]];
         for (int rank = 0; rank < experts.per_token; ++rank) {
