@@ -17,11 +17,13 @@ import torch
 
 from services.common.blocks import BLOCK_TOKENS
 from services.common.process import die_with_parent
+from services.common.settings import ConfigurationError
 from services.common.telemetry import configure_logging
 from services.worker.admission import SchedulerLimits
 from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.benchmark import Benchmark, measure
 from services.worker.engine.config import EngineConfig
+from services.worker.engine.gpu import DeviceUnavailable
 from services.worker.engine.load_progress import memory_figures
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.open import OpenReplica, open_replica
@@ -54,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
         loop = _load(config, front, mover)
     except Exception as error:
         kind = type(error).__name__
-        # What is wrong with a model is said in its one line.
-        told = _log.error if isinstance(error, ModelError) else _log.exception
+        # What is wrong with a model, a device or a size is said in its one line.
+        told = _log.error if isinstance(error, ModelError | DeviceUnavailable | ConfigurationError) else _log.exception
         told("the engine cannot start", reason=str(error), kind=kind)
         front.send(EngineFailed(f"{kind}: {error}".splitlines()[0], kind))
         return 1

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from services.common.settings import ConfigurationError
 from services.worker.block_transfers import BlockTransfers, SharedTransfers
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.gpu import cuda_device
@@ -53,7 +54,7 @@ class OpenReplica:
 def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgress], None]) -> OpenReplica:
     """Size and map the memory, load the model. tell: how far that is, from any thread.
 
-    Raises ModelError, DeviceUnavailable, ValueError, or OSError.
+    Raises ModelError, DeviceUnavailable, ConfigurationError, ValueError, or OSError.
     """
     if config.device == "cuda":
         device = cuda_device()
@@ -74,7 +75,7 @@ def _open_cpu(config: EngineConfig, threads: int, tell: Callable[[LoadProgress],
     layout = kv_layout(model, config.dtype)
     num_blocks = config.num_blocks or layout.num_blocks(config.kv_cache_bytes or DEFAULT_POOL_BYTES)
     if num_blocks < 1:
-        raise ValueError(f"kv_cache_bytes={config.kv_cache_bytes}: a block takes {layout.block_bytes}")
+        raise ConfigurationError(f"kv_cache_bytes={config.kv_cache_bytes}: a block takes {layout.block_bytes}")
     pool_bytes = layout.pool_bytes(num_blocks)
     staging = map_staging(config.pool_fd, layout, config.staging_bytes) if config.staging_bytes else None
     pool_buffer = share_memory(config.pool_fd, pool_bytes) if staging is None else mmap.mmap(-1, pool_bytes)
@@ -102,9 +103,9 @@ def share_memory(descriptor: int, num_bytes: int) -> mmap.mmap:
 
 
 def map_staging(descriptor: int, layout: KvLayout, num_bytes: int) -> torch.Tensor:
-    """The staging area, uint8 [slots, block_bytes]. Raises ValueError where no block fits."""
+    """The staging area, uint8 [slots, block_bytes]. Raises ConfigurationError where no block fits."""
     slots = num_bytes // layout.block_bytes
     if slots < 1:
-        raise ValueError(f"staging_bytes={num_bytes}: a block takes {layout.block_bytes}")
+        raise ConfigurationError(f"staging_bytes={num_bytes}: a block takes {layout.block_bytes}")
     shared = share_memory(descriptor, slots * layout.block_bytes)
     return torch.frombuffer(shared, dtype=torch.uint8).view(slots, layout.block_bytes)
