@@ -46,7 +46,8 @@ class ArtifactsServicer:
 
     def Fetch(self, request, context):
         """The chunks of one file from `first_chunk` to its end, each in a message of its own. NOT_FOUND when the worker has
-        no such artifact or file, RESOURCE_EXHAUSTED when it serves as many as it may. The receiver verifies each chunk.
+        no such artifact or file, RESOURCE_EXHAUSTED when it serves as many as it may, INVALID_ARGUMENT without
+        a deadline. The receiver verifies each chunk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,7 +33,8 @@ class ArtifactsStub:
     def __new__(cls, channel: _aio.Channel) -> ArtifactsAsyncStub: ...
     Fetch: _grpc.UnaryStreamMultiCallable[_artifacts_pb2.FetchRequest, _artifacts_pb2.ArtifactChunk]
     """The chunks of one file from `first_chunk` to its end, each in a message of its own. NOT_FOUND when the worker has
-    no such artifact or file, RESOURCE_EXHAUSTED when it serves as many as it may. The receiver verifies each chunk.
+    no such artifact or file, RESOURCE_EXHAUSTED when it serves as many as it may, INVALID_ARGUMENT without
+    a deadline. The receiver verifies each chunk.
     """
 
 @_typing.type_check_only
@@ -41,7 +42,8 @@ class ArtifactsAsyncStub(ArtifactsStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Fetch: _aio.UnaryStreamMultiCallable[_artifacts_pb2.FetchRequest, _artifacts_pb2.ArtifactChunk]  # type: ignore[assignment]
     """The chunks of one file from `first_chunk` to its end, each in a message of its own. NOT_FOUND when the worker has
-    no such artifact or file, RESOURCE_EXHAUSTED when it serves as many as it may. The receiver verifies each chunk.
+    no such artifact or file, RESOURCE_EXHAUSTED when it serves as many as it may, INVALID_ARGUMENT without
+    a deadline. The receiver verifies each chunk.
     """
 
 class ArtifactsServicer(metaclass=_abc_1.ABCMeta):
@@ -52,7 +54,8 @@ class ArtifactsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_artifacts_pb2.ArtifactChunk], _abc.AsyncIterator[_artifacts_pb2.ArtifactChunk]]:
         """The chunks of one file from `first_chunk` to its end, each in a message of its own. NOT_FOUND when the worker has
-        no such artifact or file, RESOURCE_EXHAUSTED when it serves as many as it may. The receiver verifies each chunk.
+        no such artifact or file, RESOURCE_EXHAUSTED when it serves as many as it may, INVALID_ARGUMENT without
+        a deadline. The receiver verifies each chunk.
         """
 
 def add_ArtifactsServicer_to_server(servicer: ArtifactsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

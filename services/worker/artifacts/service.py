@@ -35,6 +35,10 @@ class ArtifactService(artifacts_pb2_grpc.ArtifactsServicer):
         self, request: artifacts_pb2.FetchRequest, context: _Context
     ) -> AsyncIterator[artifacts_pb2.ArtifactChunk]:
         """See the protocol."""
+        if context.time_remaining() is None:
+            # A receiver that hangs would keep its place for ever.
+            _refused.add(1, {"reason": "no deadline"})
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a fetch needs a deadline")
         if self._serving >= self._max_serves:
             _refused.add(1, {"reason": "busy"})
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this worker serves as many copies as it may")

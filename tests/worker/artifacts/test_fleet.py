@@ -205,8 +205,10 @@ async def test_serving_is_bounded_and_for_members_only(tmp_path: Path, source: P
     async with holder.serving(pausing) as address, open_channel(address) as channel:
         stub = artifacts_pb2_grpc.ArtifactsStub(channel)
 
-        async def code(asked: artifacts_pb2.FetchRequest, told: Any = metadata) -> grpc.StatusCode:
-            call = stub.Fetch(asked, metadata=told, timeout=10)
+        async def code(
+            asked: artifacts_pb2.FetchRequest, told: Any = metadata, timeout_s: float | None = 10
+        ) -> grpc.StatusCode:
+            call = stub.Fetch(asked, metadata=told, timeout=timeout_s)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
             return caught.value.code()
@@ -225,6 +227,7 @@ async def test_serving_is_bounded_and_for_members_only(tmp_path: Path, source: P
         for unknown in ("0" * 32, "../../lock", ""):
             asked = artifacts_pb2.FetchRequest(digest=unknown, file="config.json")
             assert await code(asked) == grpc.StatusCode.NOT_FOUND
+        assert await code(request, timeout_s=None) == grpc.StatusCode.INVALID_ARGUMENT
         assert await code(request, ()) == grpc.StatusCode.UNAUTHENTICATED
 
 
