@@ -62,19 +62,10 @@ def attention_cases(
     pool = torch.empty(most, shape.kv_heads, layers, 2, BLOCK_TOKENS, shape.head_dim, dtype=BF16, device=timer.device)
     pool.normal_()
     for seqs, context in shape.decode_cases:
-        yield (
-            f"attention decode {seqs} x {context}",
-            lambda s=seqs, c=context: _decode(  # type: ignore[misc]
-                timer, limits, shape, pool, s, c, config
-            ),
-        )
+        case = partial(_decode, timer, limits, shape, pool, seqs, context, config)
+        yield f"attention decode {seqs} x {context}", case
     for seqs, tokens in shape.prefill_cases:
-        yield (
-            f"attention prefill {seqs} x {tokens}",
-            lambda s=seqs, t=tokens: _prefill(  # type: ignore[misc]
-                timer, shape, pool, s, t, config
-            ),
-        )
+        yield f"attention prefill {seqs} x {tokens}", partial(_prefill, timer, shape, pool, seqs, tokens, config)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -121,20 +112,15 @@ def _prefill(
 def layer_cases(timer: Timer, limits: Limits, shape: Shape) -> Iterator[Case]:
     """What else a layer is made of."""
     for rows in shape.rows:
-        yield f"rms norm {rows}", lambda r=rows: _norm(timer, limits, shape, r)  # type: ignore[misc]
-        yield f"gated activation {rows}", lambda r=rows: _gated(timer, limits, shape, r)  # type: ignore[misc]
-        yield f"rotary and write {rows}", lambda r=rows: _rotary(timer, limits, shape, r)  # type: ignore[misc]
+        yield f"rms norm {rows}", partial(_norm, timer, limits, shape, rows)
+        yield f"gated activation {rows}", partial(_gated, timer, limits, shape, rows)
+        yield f"rotary and write {rows}", partial(_rotary, timer, limits, shape, rows)
         for kind in ("library", "triton", "exact", "int8", "int4"):
-            yield (
-                f"linear {kind} {rows}",
-                lambda r=rows, k=kind: _linear(  # type: ignore[misc]
-                    timer, limits, shape, r, k
-                ),
-            )
-    yield "block gather", lambda: _block_copy(timer, limits, shape, gather=True)
-    yield "block scatter", lambda: _block_copy(timer, limits, shape, gather=False)
-    yield "mixture of experts", lambda: _mixture(timer, limits, shape)
-    yield "sampling", lambda: _sampling(timer, limits, shape)
+            yield f"linear {kind} {rows}", partial(_linear, timer, limits, shape, rows, kind)
+    yield "block gather", partial(_block_copy, timer, limits, shape, gather=True)
+    yield "block scatter", partial(_block_copy, timer, limits, shape, gather=False)
+    yield "mixture of experts", partial(_mixture, timer, limits, shape)
+    yield "sampling", partial(_sampling, timer, limits, shape)
 
 
 def _norm(timer: Timer, limits: Limits, shape: Shape, rows: int) -> Row:

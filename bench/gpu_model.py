@@ -6,7 +6,8 @@ layers, and the KV of its contexts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -154,29 +155,22 @@ class Bench:
 def step_cases(timer: Timer, limits: Limits, shape: Shape) -> Iterator[Case]:
     """Decode and prefill steps, host included: from submit until the logits are in host memory."""
     weights = random_weights(model_config(shape), timer.device)
+    decodes, prefills = step_shapes(timer.device)
     for weight_dtype in WEIGHT_DTYPES if timer.device.type == "cuda" else WEIGHT_DTYPES_INTERPRETED:
-        bench: list[Bench] = []
-
-        def opened(weight_dtype: DeviceWeightDtype = weight_dtype, bench: list[Bench] = bench) -> Bench:
-            if not bench:
-                bench.append(Bench(timer.device, shape, weight_dtype, weights))
-            return bench[0]
-
-        decodes, prefills = step_shapes(timer.device)
+        # Opened by the first case that runs, given back after the last.
+        opened = cache(partial(Bench, timer.device, shape, weight_dtype, weights))
         for seqs, context in decodes:
             yield (
                 f"step decode {weight_dtype} {seqs} x {context}",
-                lambda s=seqs, c=context, o=opened: _decode(timer, limits, o(), s, c),  # type: ignore[misc]
+                partial(_decode, timer, limits, opened, seqs, context),
             )
         for tokens in prefills:
-            yield (
-                f"step prefill {weight_dtype} {tokens}",
-                lambda t=tokens, o=opened: _prefill(timer, limits, o(), t),  # type: ignore[misc]
-            )
-        bench.clear()
+            yield f"step prefill {weight_dtype} {tokens}", partial(_prefill, timer, limits, opened, tokens)
+        opened.cache_clear()
 
 
-def _decode(timer: Timer, limits: Limits, bench: Bench, seqs: int, context: int) -> Row:
+def _decode(timer: Timer, limits: Limits, opened: Callable[[], Bench], seqs: int, context: int) -> Row:
+    bench = opened()
     step = bench.step(seqs, 1, context)
     ms = timer.milliseconds(lambda: bench.run(step), cold=False, captured=False)
     kv_bytes = seqs * context * bench.runner.spec.layout.block_bytes / BLOCK_TOKENS
@@ -185,7 +179,8 @@ def _decode(timer: Timer, limits: Limits, bench: Bench, seqs: int, context: int)
     return Row(name, ms, f"{seqs / ms * 1e3:.0f} tokens/s", "floor", ms / floor_ms, DECODE_TARGET, at_most=True)
 
 
-def _prefill(timer: Timer, limits: Limits, bench: Bench, tokens: int) -> Row:
+def _prefill(timer: Timer, limits: Limits, opened: Callable[[], Bench], tokens: int) -> Row:
+    bench = opened()
     step = bench.step(1, tokens, tokens)
     ms = timer.milliseconds(lambda: bench.run(step), cold=False, captured=False)
     config = bench.config
