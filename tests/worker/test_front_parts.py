@@ -162,7 +162,6 @@ def test_rates_recover_from_a_slow_time() -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--device", "cuda"], "device='cuda'"),
         (["--model", "nowhere"], "model='nowhere'"),
         (["--max-running", "600"], "max_running=600"),
         (["--threads", "-1"], "threads"),
