@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -94,7 +94,11 @@ def between_steps(runner: CpuRunner, rows: int, steps: int, threads: int) -> tup
         timed.seconds.clear()
         turns = [_seconds_of_turn(loop) for _ in range(steps)]
     rest = [turn - compute for turn, compute in zip(turns, timed.seconds, strict=True)]
-    return tuple(1e3 * statistics.median(values) for values in (turns, timed.seconds, rest))  # type: ignore[return-value]
+    return _median_ms(turns), _median_ms(timed.seconds), _median_ms(rest)
+
+
+def _median_ms(seconds: Sequence[float]) -> float:
+    return 1e3 * statistics.median(seconds)
 
 
 def _seconds_of_turn(loop: EngineLoop) -> float:
