@@ -56,11 +56,10 @@ def mesh(
     *,
     name: str = "kvmesh",
     weights: str = "BF16",
-    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """A local mesh with one worker, state below `folder`."""
     state = folder / name.replace(" ", "-")
-    _kvmesh(state, "up", "--detach", "--http-port", str(port), *flags, environment=environment)
+    _kvmesh(state, "up", "--detach", "--http-port", str(port), *flags)
     try:
         processes = json.loads(_kvmesh(state, "ps", "--json"))
         pids = [process["pid"] for process in processes]
@@ -159,10 +158,7 @@ def _tcmalloc() -> list[str]:
     return [first for first in [next(found, "")] if first]
 
 
-def _kvmesh(state: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
+def _kvmesh(state: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "services.cli", *arguments, "--state", str(state)]
-    everything = {**os.environ, **(environment or {})}
-    done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, timeout=_START_TIMEOUT_S, env=everything
-    )
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=_START_TIMEOUT_S)
     return done.stdout

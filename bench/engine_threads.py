@@ -1,8 +1,7 @@
-"""`python -m bench.engine_threads`: how many compute threads a worker should have, and how they should wait, measured.
+"""`python -m bench.engine_threads`: how many compute threads a worker should have, measured.
 
 Meshes that differ in nothing else stand at once and are asked in turn, cell by cell and round by round, over HTTP, with
-client, gateway and Envoy on the same cores. OpenMP threads that wait spin for some milliseconds by default (libgomp),
-for a bounded number of turns, or not at all. Figures are medians over rounds.
+client, gateway and Envoy on the same cores. Figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -32,17 +31,11 @@ from services.common.models import DEFAULT_MODEL
 
 RESULTS = Path(__file__).parent / "results" / "engine_threads.json"
 _WARM_TOKENS = 8
-_SPIN = "GOMP_SPINCOUNT"
 
 
-def variants(cores: int) -> dict[str, tuple[int, dict[str, str]]]:
-    """Threads and environment by name."""
-    return {
-        f"{cores} threads": (cores, {}),
-        f"{cores} threads, spin 10000": (cores, {_SPIN: "10000"}),
-        f"{cores} threads, no spin": (cores, {_SPIN: "0"}),
-        f"{max(1, cores - 1)} threads": (max(1, cores - 1), {}),
-    }
+def variants(cores: int) -> list[int]:
+    """One thread for each core, one core left to the others, and one thread more than there are cores."""
+    return sorted({cores, max(1, cores - 1), cores + 1})
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
@@ -52,9 +45,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
     results: dict[tuple[str, int], list[Figures]] = {}
     async with AsyncExitStack() as stack:
         loads: list[tuple[str, HttpLoad]] = []
-        for name, (threads, environment) in variants(os.cpu_count() or 1).items():
-            flags = ("--threads", str(threads), "--kv-cache-mb", "512")
-            start = mesh(folder, next(ports), flags, name=name, environment=environment)
+        for threads in variants(os.cpu_count() or 1):
+            flags, name = ("--threads", str(threads), "--kv-cache-mb", "512"), str(threads)
+            start = mesh(folder, next(ports), flags, name=f"threads {name}")
             server: Server = await asyncio.to_thread(stack.enter_context, start)
             loads.append((name, await stack.enter_async_context(http_load(server.url, DEFAULT_MODEL))))
             await loads[-1][1].send(next(source), _WARM_TOKENS)

@@ -2,10 +2,7 @@
 #pragma once
 
 #include "pool.h"
-#include "vec.h"
-
-// From this many rows on, a second thread saves more than waking it costs (about 2 microseconds a region).
-constexpr int kRowsForThreads = 8;
+#include "tasks.h"
 
 KVM_INLINE float rms_scale(const float* in, int width, float eps) {
     f32x16 squares = {};
@@ -17,26 +14,28 @@ KVM_INLINE float rms_scale(const float* in, int width, float eps) {
 template <class T>
 void rms_norm(const float* x, const int32_t* from, int rows, int width, const float* weight, float eps, T* out,
               int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (rows >= kRowsForThreads)
-    for (int row = 0; row < rows; ++row) {
-        const float* in = x + static_cast<size_t>(from ? from[row] : row) * width;
-        const float scale = rms_scale(in, width, eps);
-        T* to = out + static_cast<size_t>(row) * width;
-        for (int i = 0; i < width; i += kLanes) store(to + i, load(in + i) * scale * load(weight + i));
-    }
+    for_rows(rows, num_threads, [&](int begin, int end) {
+        for (int row = begin; row < end; ++row) {
+            const float* in = x + static_cast<size_t>(from ? from[row] : row) * width;
+            const float scale = rms_scale(in, width, eps);
+            T* to = out + static_cast<size_t>(row) * width;
+            for (int i = 0; i < width; i += kLanes) store(to + i, load(in + i) * scale * load(weight + i));
+        }
+    });
 }
 
 // x[row] += y[row] / rms(y[row]) * weight.
 static inline void add_normed(const float* y, int rows, int width, const float* weight, float eps, float* x,
                               int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (rows >= kRowsForThreads)
-    for (int row = 0; row < rows; ++row) {
-        const float* in = y + static_cast<size_t>(row) * width;
-        const float scale = rms_scale(in, width, eps);
-        float* to = x + static_cast<size_t>(row) * width;
-        for (int i = 0; i < width; i += kLanes)
-            store(to + i, load(to + i) + load(in + i) * scale * load(weight + i));
-    }
+    for_rows(rows, num_threads, [&](int begin, int end) {
+        for (int row = begin; row < end; ++row) {
+            const float* in = y + static_cast<size_t>(row) * width;
+            const float scale = rms_scale(in, width, eps);
+            float* to = x + static_cast<size_t>(row) * width;
+            for (int i = 0; i < width; i += kLanes)
+                store(to + i, load(to + i) + load(in + i) * scale * load(weight + i));
+        }
+    });
 }
 
 // The rotary embedding of one layer. cos, sin: [positions][dim / 2]; of a head's first `dim` elements i turns with
@@ -77,12 +76,10 @@ template <class T>
 void rotary_write(const float* qkv, const Batch& batch, int heads, const Rotary& rotary, const Pool<T>& pool, int layer,
                   T* q, int num_threads) {
     const int d = pool.head_dim, kv_heads = pool.kv_heads;
-#pragma omp parallel num_threads(num_threads) if (batch.num_tokens >= kRowsForThreads)
-    {
+    for_rows(batch.num_tokens, num_threads, [&](int begin, int end) {
         float scratch[512];
         int seq = 0;
-#pragma omp for schedule(static)
-        for (int token = 0; token < batch.num_tokens; ++token) {
+        for (int token = begin; token < end; ++token) {
             while (token >= batch.query_starts[seq + 1]) ++seq;
             const int position = batch.positions[token];
             const int block = batch.block_tables[static_cast<size_t>(seq) * batch.table_width + position / kBlockTokens];
@@ -97,23 +94,27 @@ void rotary_write(const float* qkv, const Batch& batch, int heads, const Rotary&
                 for (int i = 0; i < d; i += kLanes) store(key + pool.plane() + i, load(value + i));
             }
         }
-    }
+    });
 }
 
 // x[token] = table[token_ids[token]] * scale; width is a multiple of 16.
 template <class T>
 void embed(const T* table, const Batch& batch, int width, float scale, float* x, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (batch.num_tokens >= kRowsForThreads)
-    for (int token = 0; token < batch.num_tokens; ++token) {
-        const T* row = table + static_cast<size_t>(batch.token_ids[token]) * width;
-        for (int i = 0; i < width; ++i) x[static_cast<size_t>(token) * width + i] = widen(row[i]) * scale;
-    }
+    for_rows(batch.num_tokens, num_threads, [&](int begin, int end) {
+        for (int token = begin; token < end; ++token) {
+            const T* row = table + static_cast<size_t>(batch.token_ids[token]) * width;
+            for (int i = 0; i < width; ++i) x[static_cast<size_t>(token) * width + i] = widen(row[i]) * scale;
+        }
+    });
 }
 
 // cap * tanh(x / cap) in place.
 static inline void soft_cap(float* x, size_t count, float cap, int num_threads) {
-    const size_t whole = count / kLanes * kLanes;
-#pragma omp parallel for num_threads(num_threads) if (count >= 65536)
-    for (size_t i = 0; i < whole; i += kLanes) store(x + i, tanh_of(load(x + i) / cap) * cap);
-    for (size_t i = whole; i < count; ++i) x[i] = tanh_of(splat(x[i] / cap))[0] * cap;
+    constexpr size_t kPiece = 16384;
+    for_tasks(static_cast<int>((count + kPiece - 1) / kPiece), num_threads, [&](int piece, int) {
+        const size_t end = std::min(count, (piece + 1) * kPiece);
+        size_t i = piece * kPiece;
+        for (; i + kLanes <= end; i += kLanes) store(x + i, tanh_of(load(x + i) / cap) * cap);
+        for (; i < end; ++i) x[i] = tanh_of(splat(x[i] / cap))[0] * cap;
+    });
 }

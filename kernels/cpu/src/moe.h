@@ -92,13 +92,14 @@ void mix_experts(const T* x, int rows, const Experts& experts, EpilogueKind acti
     const int k = experts.per_token;
     const int* slots = routing.slots.data();
     const float *shares = routing.shares.data(), *results = outputs.data();
-#pragma omp parallel for num_threads(num_threads) if (rows >= kRowsForThreads)
-    for (int row = 0; row < rows; ++row)
-        for (size_t i = 0; i < hidden; i += kLanes) {
-            f32x16 total = load(results + slots[row * k] * hidden + i) * shares[row * k];
-            for (int rank = row * k + 1; rank < (row + 1) * k; ++rank)
-                total += load(results + slots[rank] * hidden + i) * shares[rank];
-            float* to = out + row * hidden + i;
-            store(to, add ? load(to) + total : total);
-        }
+    for_rows(rows, num_threads, [&](int begin, int end) {
+        for (int row = begin; row < end; ++row)
+            for (size_t i = 0; i < hidden; i += kLanes) {
+                f32x16 total = load(results + slots[row * k] * hidden + i) * shares[row * k];
+                for (int rank = row * k + 1; rank < (row + 1) * k; ++rank)
+                    total += load(results + slots[rank] * hidden + i) * shares[rank];
+                float* to = out + row * hidden + i;
+                store(to, add ? load(to) + total : total);
+            }
+    });
 }

@@ -142,8 +142,9 @@ static ByteRows quantise_rows(const bf16* x, int rows, int k, int num_threads) {
     scales.resize(rows);
     uint8_t* to = bytes.data();
     float* scale = scales.data();
-#pragma omp parallel for num_threads(num_threads) if (rows >= 8)
-    for (int row = 0; row < rows; ++row)
-        quantise_row(x + static_cast<size_t>(row) * k, k, to + static_cast<size_t>(row) * k, scale + row);
+    for_rows(rows, num_threads, [&](int begin, int end) {
+        for (int row = begin; row < end; ++row)
+            quantise_row(x + static_cast<size_t>(row) * k, k, to + static_cast<size_t>(row) * k, scale + row);
+    });
     return {reinterpret_cast<const uint32_t*>(to), scale};
 }

@@ -1,25 +1,38 @@
-// Tasks of one parallel region, taken from a common counter by whichever thread is free.
-//
-// A thread claims its next task before it runs the present one, so that a task can fetch from memory what the same
-// thread will need next.
+// Parallel regions over tasks or rows, and fetching what a thread will need next.
 #pragma once
 
-#include <atomic>
+#include "team.h"
 
-#include "vec.h"
-
-// Calls run(task, next) for every task in [0, count); next is the thread's following task, or -1.
-template <class Run> void for_tasks(int count, int num_threads, Run run) {
-    std::atomic<int> claimed{0};
-#pragma omp parallel num_threads(num_threads) if (count > 1)
-    {
-        int mine = claimed.fetch_add(1, std::memory_order_relaxed);
-        while (mine < count) {
-            const int next = claimed.fetch_add(1, std::memory_order_relaxed);
-            run(mine, next < count ? next : -1);
-            mine = next;
-        }
+// Calls run(task, next) for every task in [0, count); next is probably the thread's following task, or -1.
+template <class Run> void for_tasks(int count, int num_threads, const Run& run) {
+    struct Part {
+        const Run& run;
+        int first;
+    };
+    for (int first = 0; first < count; first += Team::kMostTasks) {
+        const Part part{run, first};
+        Team::get().run(
+            std::min(count - first, Team::kMostTasks), num_threads,
+            [](const void* context, int task, int next) {
+                const auto& [run, first] = *static_cast<const Part*>(context);
+                run(first + task, next < 0 ? -1 : first + next);
+            },
+            &part);
     }
+}
+
+// From this many rows on, a second thread saves more than a region costs (about a microsecond).
+constexpr int kRowsForThreads = 8;
+constexpr int kRowsPerTask = 4;
+
+// Calls run(begin, end) for pieces of [0, rows).
+template <class Run> void for_rows(int rows, int num_threads, const Run& run) {
+    if (rows < kRowsForThreads) return run(0, rows);
+    const int tasks = std::min((rows + kRowsPerTask - 1) / kRowsPerTask, 4 * num_threads);
+    for_tasks(tasks, num_threads, [&](int task, int) {
+        run(static_cast<int>(static_cast<int64_t>(rows) * task / tasks),
+            static_cast<int>(static_cast<int64_t>(rows) * (task + 1) / tasks));
+    });
 }
 
 // Into the second-level cache: there, several times as many lines can be on their way as in the first level. Measured
