@@ -24,6 +24,7 @@ from rich.table import Table
 from services.common.announcements import Header, Kind, unpack_xor
 from services.common.blocks import BlockId
 from services.common.registry import LocationRecord
+from services.router.admission import AdmissionConfig
 from services.router.domain import Ask, AttemptId, Identity, Load, WorkerId
 from services.router.holders import Holders
 from services.router.index.replica import Replica
@@ -88,7 +89,7 @@ def _placer(replica: Replica, num_workers: int) -> Placer:
         table.add(LocationRecord(kind="worker", id=worker_id, epoch=1, host="h", grpc_address="h:1"))
         table.identify(worker_id, _identity(worker_id), _NOW_S)
         table.report(worker_id, Load(1, True, False, number % 8, 0, number % 700, number % 8, 50_000), _NOW_S)
-    return Placer(PlacementConfig("predicted_ttft", 30.0), table, Holders(replica, table, {}))
+    return Placer(PlacementConfig("predicted_ttft", AdmissionConfig(30.0)), table, Holders(replica, table, {}))
 
 
 def _identity(worker_id: WorkerId) -> Identity:

@@ -18,6 +18,7 @@ from services.common.rpc import MeshServer
 from services.common.security import load_mesh_secret
 from services.common.settings import ConfigurationError, exit_on_configuration_error, load_settings
 from services.common.telemetry import process_telemetry
+from services.router.admission import AdmissionConfig
 from services.router.config import RouterSettings
 from services.router.decisions import Decisions
 from services.router.index.follower import IndexFollower
@@ -58,7 +59,7 @@ class _Router:
         secret = load_mesh_secret(settings)
         self._settings = settings
         self._client, self._health = connect_redis(settings.redis_url), RedisHealth()
-        config = PlacementConfig(settings.policy, settings.max_queue_s)
+        config = PlacementConfig(settings.policy, AdmissionConfig(settings.max_queue_s))
         self.decisions = Decisions(config, self._health, RouterMetrics(), pending_timeout_s=settings.pending_timeout_s)
         self._registry = RegistryWatcher(self._client, health=self._health)
         self._follower = IndexFollower(self._client, self.decisions.replica, health=self._health)

@@ -29,7 +29,11 @@ class AttemptId:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request that wants a worker; block_ids are those of the prompt's full blocks."""
+    """A request that wants a worker; block_ids are those of the prompt's full blocks.
+
+    priority: a PriorityClass, 1 the most urgent, 0 unset. ttft_objective_s, tpot_objective_s: what is left of each, 0
+    for none.
+    """
 
     id: AttemptId
     model: str
@@ -41,6 +45,10 @@ class Ask:
     deadline_s: float = 0.0
     excluded_workers: frozenset[str] = frozenset()
     policy: str = ""
+    tenant: str = ""
+    priority: int = 0
+    ttft_objective_s: float = 0.0
+    tpot_objective_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +192,7 @@ class Placement:
     pull_plan: list[PullRun]
     local_blocks: int
     predicted_ttft_s: float
+    predicted_tpot_s: float
     prefill_tokens: int
     num_blocks: int
     pulled_bytes: tuple[tuple[str, float], ...]

@@ -8,6 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from services.router.admission import RETRY_S, AdmissionConfig, refuse
 from services.router.domain import Ask, Explanation, Placement, PullRun, RefusalReason, Refused, WorkerId
 from services.router.holders import Holders, Source, pull_run
 from services.router.policies import POLICIES
@@ -20,7 +21,6 @@ from services.router.workers import WorkerTable
 # Blocks of a prompt that say where requests like it go when nothing else does.
 PREFIX_BLOCKS = 8
 _FIRST_OUTPUT_TOKENS = 128.0
-_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class PlacementConfig:
     """Policy by default, the one without an index, and when to refuse."""
 
     policy: str
-    max_queue_s: float
+    admission: AdmissionConfig
     degraded_policy: str = "prefix_hash"
 
 
@@ -58,9 +58,9 @@ class Placer:
         sources = self._holders.sources(holding, candidates, peers, local_blocks=local_blocks, turn=self._sequence)
         view = PolicyView(self._table.rows[candidates], local_blocks, self._holders.arrays(sources, candidates))
         costs = estimate(request, view)
-        overload = self._overload(ask, costs)
-        if overload is not None:
-            return overload
+        refused = refuse(ask, costs, self._config.admission)
+        if refused is not None:
+            return refused
         scores = POLICIES[policy](request, view, costs)
         chosen = _lowest(scores, view, request)
         runs = _runs(costs.pull, sources, chosen, int(local_blocks[chosen]))
@@ -93,12 +93,12 @@ class Placer:
         if not self.knows(ask.model):
             return Refused(RefusalReason.UNKNOWN_MODEL, f"no worker serves the model {ask.model}", 0.0)
         if model < 0:
-            return Refused(RefusalReason.NO_WORKER, "no worker has this digest of the model", _RETRY_S)
+            return Refused(RefusalReason.NO_WORKER, "no worker has this digest of the model", RETRY_S)
         ready = serving & (self._table.rows["model"] == model)
         if ready.any() and ask.excluded_workers:
-            return Refused(RefusalReason.NO_WORKER, "every worker that could serve the request is excluded", _RETRY_S)
+            return Refused(RefusalReason.NO_WORKER, "every worker that could serve the request is excluded", RETRY_S)
         detail = "the prompt fits no worker" if ready.any() else "no worker of the model is ready"
-        return Refused(RefusalReason.NO_WORKER, detail, _RETRY_S)
+        return Refused(RefusalReason.NO_WORKER, detail, RETRY_S)
 
     def _request(self, ask: Ask, candidates: IntArray) -> PolicyRequest:
         choices = max(1, ask.num_choices)
@@ -115,16 +115,6 @@ class Placer:
             prefix_key=int.from_bytes(key[:8], "little"),
             sequence=self._sequence,
         )
-
-    def _overload(self, ask: Ask, costs: Costs) -> Refused | None:
-        wait_s = float(costs.queue_s.min())
-        if wait_s > self._config.max_queue_s:
-            return Refused(RefusalReason.OVERLOADED, "every worker is full", max(_RETRY_S, wait_s / 2))
-        fastest_s = float(costs.predicted_ttft_s.min())
-        if 0 < ask.deadline_s < fastest_s:
-            detail = f"the first token is {fastest_s:.1f} s away, the deadline {ask.deadline_s:.1f} s"
-            return Refused(RefusalReason.DEADLINE, detail, max(_RETRY_S, fastest_s - ask.deadline_s))
-        return None
 
     def _placement(
         self,
@@ -148,6 +138,7 @@ class Placer:
             pull_plan=runs,
             local_blocks=int(view.local_blocks[chosen]),
             predicted_ttft_s=float(costs.predicted_ttft_s[chosen]),
+            predicted_tpot_s=float(costs.predicted_tpot_s[chosen]),
             prefill_tokens=tokens,
             num_blocks=-(-tokens // identity.block_tokens) + sum(run.num_blocks for run in runs),
             pulled_bytes=tuple((run.holder, float(run.num_blocks * identity.block_bytes)) for run in runs),

@@ -132,6 +132,10 @@ def _ask_of(message: router_pb2.Ask) -> Ask:
         deadline_s=message.deadline_s,
         excluded_workers=frozenset(message.excluded_workers),
         policy=message.policy,
+        tenant=message.tenant,
+        priority=message.priority,
+        ttft_objective_s=max(0.0, message.objectives.ttft_s),
+        tpot_objective_s=max(0.0, message.objectives.tpot_s),
     )
 
 
@@ -145,6 +149,7 @@ def _grant(message: router_pb2.Ask, placement: Placement) -> router_pb2.Grant:
         pull_plan=[_pull_step(run) for run in placement.pull_plan],
         local_blocks=placement.local_blocks,
         predicted_ttft_s=placement.predicted_ttft_s,
+        predicted_tpot_s=placement.predicted_tpot_s,
         policy=placement.policy,
     )
 

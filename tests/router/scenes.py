@@ -8,6 +8,7 @@ from dataclasses import replace
 from services.common.announcements import Header, Kind, Tier, unpack_xor
 from services.common.blocks import BlockId
 from services.common.registry import LocationRecord
+from services.router.admission import AdmissionConfig
 from services.router.domain import (
     Ask,
     AttemptId,
@@ -82,7 +83,7 @@ class Scene:
         self.replica = Replica()
         self.kvstores: dict[str, LocationRecord] = {}
         self.holders = Holders(self.replica, self.table, self.kvstores)
-        self.placer = Placer(PlacementConfig(policy, max_queue_s), self.table, self.holders)
+        self.placer = Placer(PlacementConfig(policy, AdmissionConfig(max_queue_s)), self.table, self.holders)
         self._asks = 0
 
     def worker(self, name: str, load: Load = IDLE, identity: Identity = IDENTITY, *, host: str = "h") -> None:

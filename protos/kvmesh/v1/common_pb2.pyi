@@ -272,6 +272,32 @@ class CachedTokens(_message.Message):
 Global___CachedTokens: _TypeAlias = CachedTokens  # noqa: Y015
 
 @_typing.final
+class Objectives(_message.Message):
+    """What a request is to meet; 0: no such objective."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    ttft_s: _builtins.float
+    """From the arrival at the gateway to the first token."""
+    tpot_s: _builtins.float
+    """Mean time of each further token."""
+    def __init__(
+        self,
+        *,
+        ttft_s: _builtins.float = ...,
+        tpot_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Objectives: _TypeAlias = Objectives  # noqa: Y015
+
+@_typing.final
 class PullStep(_message.Message):
     """A run of a request's leading blocks and who has them. Steps are in order and do not overlap."""
 

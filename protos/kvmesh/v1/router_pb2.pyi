@@ -116,6 +116,7 @@ class Ask(_message.Message):
     EXCLUDED_WORKERS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    OBJECTIVES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """1 for the first assignment of a request; raised for each further one."""
@@ -143,6 +144,10 @@ class Ask(_message.Message):
     def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers not to be chosen: they failed or refused this request."""
 
+    @_builtins.property
+    def objectives(self) -> _common_pb2.Objectives:
+        """What is left of the objectives at the time of sending: the time to the first token shrinks while the request waits."""
+
     def __init__(
         self,
         *,
@@ -160,10 +165,11 @@ class Ask(_message.Message):
         excluded_workers: _abc.Iterable[_builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
         policy: _builtins.str = ...,
+        objectives: _common_pb2.Objectives | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["objectives", b"objectives"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "deadline_s", b"deadline_s", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "num_choices", b"num_choices", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "deadline_s", b"deadline_s", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "num_choices", b"num_choices", "objectives", b"objectives", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -181,12 +187,15 @@ class Done(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     outcome: Global___Outcome.ValueType
     ttft_s: _builtins.float
     """Measured by the gateway from sending the Ask to the first token; 0 if none came."""
     output_tokens: _builtins.int
+    tpot_s: _builtins.float
+    """Mean time of the tokens after the first; 0 where there was none."""
     @_builtins.property
     def cached(self) -> _common_pb2.CachedTokens:
         """As reported by the worker."""
@@ -200,10 +209,11 @@ class Done(_message.Message):
         ttft_s: _builtins.float = ...,
         output_tokens: _builtins.int = ...,
         cached: _common_pb2.CachedTokens | None = ...,
+        tpot_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached", b"cached", "outcome", b"outcome", "output_tokens", b"output_tokens", "request_id", b"request_id", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached", b"cached", "outcome", b"outcome", "output_tokens", b"output_tokens", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,6 +258,7 @@ class Grant(_message.Message):
     LOCAL_BLOCKS_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    PREDICTED_TPOT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     worker_id: _builtins.str
@@ -259,6 +270,7 @@ class Grant(_message.Message):
     predicted_ttft_s: _builtins.float
     policy: _builtins.str
     """Policy that decided."""
+    predicted_tpot_s: _builtins.float
     @_builtins.property
     def pull_plan(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PullStep]:
         """Blocks to pull beyond what the worker itself holds, in order."""
@@ -275,10 +287,11 @@ class Grant(_message.Message):
         local_blocks: _builtins.int = ...,
         predicted_ttft_s: _builtins.float = ...,
         policy: _builtins.str = ...,
+        predicted_tpot_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "local_blocks", b"local_blocks", "policy", b"policy", "predicted_ttft_s", b"predicted_ttft_s", "pull_plan", b"pull_plan", "request_id", b"request_id", "worker_address", b"worker_address", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "local_blocks", b"local_blocks", "policy", b"policy", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "pull_plan", b"pull_plan", "request_id", b"request_id", "worker_address", b"worker_address", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,6 +26,8 @@ class Costs:
     interference_s: FloatArray
     # Time that this request takes from those already there.
     harm_s: FloatArray
+    # Mean time of each token after the first.
+    predicted_tpot_s: FloatArray
     prefill_tokens: IntArray
     pull: PullPlans
 
@@ -42,6 +44,7 @@ class Costs:
             "prefill_s": self.prefill_s,
             "interference_s": self.interference_s,
             "harm_s": self.harm_s,
+            "predicted_tpot_s": self.predicted_tpot_s,
             "pull_queue_s": self.pull.queue_s,
             "saved_prefill_s": self.pull.alone_s - self.prefill_s,
         }
@@ -60,6 +63,7 @@ def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
         prefill_s=pull.prefill_s,
         interference_s=np.where(rows["decoding"] > 0, steps * rows["decode_step_s"], 0.0),
         harm_s=_harm_s(request, view),
+        predicted_tpot_s=rows["decode_step_s"] + rows["decode_slope_s"] * (rows["pending"] + request.num_choices),
         prefill_tokens=tokens,
         pull=pull,
     )
