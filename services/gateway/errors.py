@@ -65,7 +65,9 @@ class Overloaded(GatewayError):
 
 
 class WorkersFull(Overloaded):
-    """No worker has room at this moment; the request may wait for it."""
+    """No worker has room at this moment; the request may wait for it. room_in_s: when one is expected, 0: unknown."""
+
+    room_in_s: float = 0.0
 
 
 class ModelUnavailable(GatewayError):

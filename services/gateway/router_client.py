@@ -246,4 +246,6 @@ def refusal_error(refusal: Refusal) -> GatewayError:
     if refusal.reason == REFUSAL_REASON_UNSPECIFIED:
         _log.error("ask_not_understood", request_id=refusal.request_id, detail=refusal.detail)
         return InternalError("the request could not be placed")
-    return WorkersFull(refusal.detail or "every worker is full", None, retry_after_s)
+    full = WorkersFull(refusal.detail or "every worker is full", None, retry_after_s)
+    full.room_in_s = refusal.room_in_s
+    return full

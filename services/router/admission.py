@@ -1,29 +1,113 @@
-"""Whether a request is taken at all, before anybody computes anything for it. Pure."""
+"""Whether a request is taken at all, before anybody computes anything for it, and which candidates may have it. Pure.
+
+A worker that has nothing to do takes whatever it can finish in time, so that nothing latches. Any other is granted
+requests while its queue is below the grant limit (a share of it for lower classes), or while waiting in its queue is
+still faster than the best of those below their limit: a long cached prefix is worth a wait, and that bounds the queue
+by the time the request would take elsewhere. When nobody is below, the answer is OVERLOADED and the request waits in
+its gateway. Waiting shortens a queue by no more than it shortens what is left of the objectives, so a request that no
+candidate would serve in time, queues included, is refused for good (DEADLINE).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from kvmesh.v1.common_pb2 import PRIORITY_CLASS_BATCH
 
 from services.router.domain import Ask, RefusalReason, Refused
 from services.router.policies.costs import Costs
+from services.router.policies.view import FloatArray, WorkerRows
 
+# Least time after which a refused caller is told to come back.
 RETRY_S = 1.0
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """max_queue_s: a request that would wait longer than this on every worker is refused."""
+    """max_queue_s: the grant limit, work in a worker's queue; queue_shares: of it, by PriorityClass, 1 where absent."""
 
-    max_queue_s: float
+    max_queue_s: float = 0.2
+    queue_shares: Mapping[int, float] = field(default_factory=lambda: {PRIORITY_CLASS_BATCH: 0.5})
 
 
-def refuse(ask: Ask, costs: Costs, config: AdmissionConfig) -> Refused | None:
-    """Why no candidate may have the request; None when one may."""
-    wait_s = float(costs.queue_s.min())
-    if wait_s > config.max_queue_s:
-        return Refused(RefusalReason.OVERLOADED, "every worker is full", max(RETRY_S, wait_s / 2))
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What else the answer is made of.
+
+    margin: by which times to the first token are to be multiplied to be kept by most requests, at least 1.
+    backlog_s: time that all workers together need for what waits in gateways.
+    """
+
+    margin: float = 1.0
+    backlog_s: float = 0.0
+
+
+def admissible(
+    ask: Ask, rows: WorkerRows, costs: Costs, config: AdmissionConfig, forecast: Forecast
+) -> BoolArray | Refused:
+    """The candidates that may have the request, at least one; or why none may."""
+    idle = _is_idle(rows)
+    limit_s = _time_left_s(ask)
+    in_time = _expected_ttft_s(rows, costs, idle, forecast.margin) <= limit_s
+    if not in_time.any():
+        return _too_late(costs, limit_s, forecast)
+    keeps_pace = _keeps_pace(ask, costs) | idle
+    below = idle | (costs.queue_s <= config.max_queue_s * config.queue_shares.get(ask.priority, 1.0))
+    ready = in_time & keeps_pace & below
+    if not ready.any():
+        return _full(costs, in_time, keeps_pace, config, forecast)
+    ttft_s = costs.predicted_ttft_s
+    result: BoolArray = ready | (in_time & keeps_pace & (ttft_s < ttft_s[ready].min()))
+    return result
+
+
+def _is_idle(rows: WorkerRows) -> BoolArray:
+    result: BoolArray = rows["running"] + rows["waiting"] + rows["pending"] + rows["queued_tokens"] == 0
+    return result
+
+
+def _time_left_s(ask: Ask) -> float:
+    """Until the first token must be there."""
+    return min((limit_s for limit_s in (ask.ttft_objective_s, ask.deadline_s) if limit_s > 0), default=np.inf)
+
+
+def _expected_ttft_s(rows: WorkerRows, costs: Costs, idle: BoolArray, margin: float) -> FloatArray:
+    """With the margin where there is a load to misjudge; what an idle worker once learned under load must not shut it
+    out, so it is believed to be as fast as it was when it started.
+    """
+    alone_s = costs.prefill_tokens / rows["benchmark_prefill_tokens_per_s"]
+    alone_s = np.minimum(costs.prefill_s, np.maximum(alone_s, rows["benchmark_decode_step_s"]))
+    result: FloatArray = np.where(idle, costs.pull_s + alone_s, costs.predicted_ttft_s * margin)
+    return result
+
+
+def _keeps_pace(ask: Ask, costs: Costs) -> BoolArray:
+    if ask.tpot_objective_s <= 0:
+        return np.ones(len(costs.queue_s), np.bool_)
+    result: BoolArray = costs.predicted_tpot_s <= ask.tpot_objective_s
+    return result
+
+
+def _too_late(costs: Costs, limit_s: float, forecast: Forecast) -> Refused:
     fastest_s = float(costs.predicted_ttft_s.min())
-    if 0 < ask.deadline_s < fastest_s:
-        detail = f"the first token is {fastest_s:.1f} s away, the deadline {ask.deadline_s:.1f} s"
-        return Refused(RefusalReason.DEADLINE, detail, max(RETRY_S, fastest_s - ask.deadline_s))
-    return None
+    detail = f"the first token is {fastest_s:.1f} s away and was wanted within {limit_s:.1f} s"
+    # By then what is admitted and waiting now has been computed, and a new request of its kind finds no queue.
+    return Refused(RefusalReason.DEADLINE, detail, max(RETRY_S, float(costs.queue_s.min()) + forecast.backlog_s))
+
+
+def _full(
+    costs: Costs, in_time: BoolArray, keeps_pace: BoolArray, config: AdmissionConfig, forecast: Forecast
+) -> Refused:
+    able = in_time & keeps_pace
+    if not able.any():
+        detail = "every worker decodes too slowly for the request at its present load"
+        return Refused(RefusalReason.OVERLOADED, detail, max(RETRY_S, forecast.backlog_s))
+    queue_s = float(costs.queue_s[able].min())
+    retry_after_s = max(RETRY_S, queue_s + forecast.backlog_s)
+    return Refused(
+        RefusalReason.OVERLOADED, "every worker is full", retry_after_s, max(0.0, queue_s - config.max_queue_s)
+    )

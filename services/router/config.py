@@ -18,7 +18,7 @@ class RouterSettings(ServiceSettings):
 
     policy: PolicyName = Field("predicted_ttft", description="How a worker is chosen.")
     max_queue_s: float = Field(
-        60.0, gt=0, description="A request is refused when it would wait longer than this on every worker."
+        0.2, gt=0, description="Work in a worker's queue beyond which requests wait in their gateway instead."
     )
     pending_timeout_s: float = Field(
         5.0, gt=0, description="A grant that no report shows for this long is no longer counted as load."

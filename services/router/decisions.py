@@ -10,7 +10,7 @@ import structlog
 
 from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
-from services.router.domain import Ask, AttemptId, Placement, Refused, WorkerId
+from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Refused, WorkerId
 from services.router.holders import Holders
 from services.router.index.replica import Replica
 from services.router.metrics import RouterMetrics
@@ -127,7 +127,10 @@ class Decisions:
             "prompt_tokens": ask.prompt_tokens,
             "blocks": len(ask.block_ids),
         }
-        if isinstance(answer, Refused):
+        if isinstance(answer, Refused) and answer.reason is RefusalReason.OVERLOADED:
+            # The request waits in its gateway, and asks again many times a second.
+            _log.debug("full", detail=answer.detail, **fields)
+        elif isinstance(answer, Refused):
             _log.info("refused", reason=answer.reason.value, detail=answer.detail, **fields)
         elif _explains():
             _log.debug(

@@ -128,11 +128,15 @@ class RefusalReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The answer when there is no grant."""
+    """The answer when there is no grant.
+
+    retry_after_s: for the caller, should it be refused. room_in_s: when a worker is expected to take it, for who waits.
+    """
 
     reason: RefusalReason
     detail: str
     retry_after_s: float
+    room_in_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from services.router.admission import RETRY_S, AdmissionConfig, refuse
+from services.router.admission import RETRY_S, AdmissionConfig, Forecast, admissible
 from services.router.domain import Ask, Explanation, Placement, PullRun, RefusalReason, Refused, WorkerId
 from services.router.holders import Holders, Source, pull_run
 from services.router.policies import POLICIES
@@ -41,6 +41,7 @@ class Placer:
         self._holders = holders
         self._sequence = 0
         self.output_tokens = RunningMean(_FIRST_OUTPUT_TOKENS)
+        self.forecast = Forecast()
 
     def place(self, ask: Ask, now_s: float, *, index_usable: bool = True) -> Placement | Refused:
         """A placement or a refusal. index_usable: False when nothing is known of where blocks are."""
@@ -58,10 +59,10 @@ class Placer:
         sources = self._holders.sources(holding, candidates, peers, local_blocks=local_blocks, turn=self._sequence)
         view = PolicyView(self._table.rows[candidates], local_blocks, self._holders.arrays(sources, candidates))
         costs = estimate(request, view)
-        refused = refuse(ask, costs, self._config.admission)
-        if refused is not None:
-            return refused
-        scores = POLICIES[policy](request, view, costs)
+        admitted = admissible(ask, view.rows, costs, self._config.admission, self.forecast)
+        if isinstance(admitted, Refused):
+            return admitted
+        scores = np.where(admitted, POLICIES[policy](request, view, costs), np.inf)
         chosen = _lowest(scores, view, request)
         runs = _runs(costs.pull, sources, chosen, int(local_blocks[chosen]))
         return self._placement(candidates, view, costs, scores, chosen, runs, policy)

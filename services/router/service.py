@@ -174,6 +174,7 @@ def _refusal(message: router_pb2.Ask, refused: Refused) -> router_pb2.Refusal:
         reason=_REASONS[refused.reason],
         detail=refused.detail,
         retry_after_s=refused.retry_after_s,
+        room_in_s=refused.room_in_s,
     )
 
 

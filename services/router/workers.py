@@ -123,7 +123,9 @@ class WorkerTable:
         row["step_token_budget"] = max(1, identity.step_token_budget)
         row["max_running"] = max(1, identity.max_running_requests)
         row["prefill_tokens_per_s"] = identity.prefill_tokens_per_s or _DEFAULT_PREFILL_TOKENS_PER_S
+        row["benchmark_prefill_tokens_per_s"] = row["prefill_tokens_per_s"]
         row["decode_step_s"] = identity.decode_step_s or _DEFAULT_DECODE_STEP_S
+        row["benchmark_decode_step_s"] = row["decode_step_s"]
         row["moved_s"] = row["reported_s"] = now_s
 
     def report(self, worker_id: WorkerId, load: Load, now_s: float) -> None:

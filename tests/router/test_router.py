@@ -165,7 +165,7 @@ async def test_requests_go_where_their_blocks_are(tmp_path: Path, valkey: Valkey
 
 
 async def test_grants_count_until_reports_show_them(tmp_path: Path, valkey: Valkey, workers: list[FakeWorker]) -> None:
-    async with router(tmp_path, valkey.url) as process:
+    async with router(tmp_path, valkey.url, "--max-queue-s", "60") as process:
         await process.workers_ready(2)
         stream = process.route()
         grants = [(await stream.ask(chain(4))).grant for _ in range(20)]

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/router.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"Y\n\x0cRouteRequest\x12\x1d\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x0e.kvmesh.v1.AskH\x00\x12\x1f\n\x04\x64one\x18\x02 \x01(\x0b\x32\x0f.kvmesh.v1.DoneH\x00\x42\t\n\x07message\"\xe3\x02\n\x03\x41sk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tblock_ids\x18\x04 \x01(\x0c\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x07 \x01(\r\x12\x13\n\x0bnum_choices\x18\x08 \x01(\r\x12*\n\x08priority\x18\t \x01(\x0e\x32\x18.kvmesh.v1.PriorityClass\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x12\n\ndeadline_s\x18\x0b \x01(\x01\x12\x18\n\x10\x65xcluded_workers\x18\x0c \x03(\t\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x0e\n\x06policy\x18\x0e \x01(\t\x12)\n\nobjectives\x18\x0f \x01(\x0b\x32\x15.kvmesh.v1.Objectives\"\xb0\x01\n\x04\x44one\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12#\n\x07outcome\x18\x03 \x01(\x0e\x32\x12.kvmesh.v1.Outcome\x12\x0e\n\x06ttft_s\x18\x04 \x01(\x01\x12\x15\n\routput_tokens\x18\x05 \x01(\r\x12\'\n\x06\x63\x61\x63hed\x18\x06 \x01(\x0b\x32\x17.kvmesh.v1.CachedTokens\x12\x0e\n\x06tpot_s\x18\x07 \x01(\x01\"d\n\rRouteResponse\x12!\n\x05grant\x18\x01 \x01(\x0b\x32\x10.kvmesh.v1.GrantH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x42\t\n\x07message\"\xef\x01\n\x05Grant\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x04 \x01(\x04\x12\x16\n\x0eworker_address\x18\x05 \x01(\t\x12&\n\tpull_plan\x18\x06 \x03(\x0b\x32\x13.kvmesh.v1.PullStep\x12\x14\n\x0clocal_blocks\x18\x07 \x01(\r\x12\x18\n\x10predicted_ttft_s\x18\x08 \x01(\x01\x12\x0e\n\x06policy\x18\t \x01(\t\x12\x18\n\x10predicted_tpot_s\x18\n \x01(\x01\"\x7f\n\x07Refusal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12(\n\x06reason\x18\x03 \x01(\x0e\x32\x18.kvmesh.v1.RefusalReason\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\"\x14\n\x12WatchModelsRequest\"7\n\rModelSnapshot\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.ServedModel\"\x82\x02\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x15\n\rweight_format\x18\x06 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x16\n\x0elayout_version\x18\x08 \x01(\r\x12\x16\n\x0eready_replicas\x18\t \x01(\r\x12\x11\n\tcreated_s\x18\n \x01(\x03\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x0c \x01(\x0c\"\x11\n\x0f\x44\x65scribeRequest\"\x95\x01\n\x10\x44\x65scribeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.kvmesh.v1.WorkerView\x12(\n\x08kvstores\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.KvStoreView\x12\x16\n\x0eindexed_blocks\x18\x03 \x01(\x04\x12\x17\n\x0fredis_connected\x18\x04 \x01(\x08\"\x9a\x02\n\nWorkerView\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x0f\n\x07suspect\x18\x06 \x01(\x08\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x18\n\x10waiting_requests\x18\t \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\n \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x0b \x01(\r\x12\x16\n\x0eindexed_blocks\x18\x0c \x01(\x04\x12\x18\n\x10pending_attempts\x18\r \x01(\r\"^\n\x0bKvStoreView\x12\x12\n\nkvstore_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0cpull_address\x18\x03 \x01(\t\x12\x16\n\x0eindexed_blocks\x18\x04 \x01(\x04*w\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x15\n\x11OUTCOME_CANCELLED\x10\x02\x12\x19\n\x15OUTCOME_WORKER_FAILED\x10\x03\x12\x11\n\rOUTCOME_STALE\x10\x04*\xab\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18REFUSAL_REASON_NO_WORKER\x10\x01\x12\x1d\n\x19REFUSAL_REASON_OVERLOADED\x10\x02\x12 \n\x1cREFUSAL_REASON_UNKNOWN_MODEL\x10\x03\x12\x1b\n\x17REFUSAL_REASON_DEADLINE\x10\x04\x32\xd7\x01\n\x06Router\x12>\n\x05Route\x12\x17.kvmesh.v1.RouteRequest\x1a\x18.kvmesh.v1.RouteResponse(\x01\x30\x01\x12H\n\x0bWatchModels\x12\x1d.kvmesh.v1.WatchModelsRequest\x1a\x18.kvmesh.v1.ModelSnapshot0\x01\x12\x43\n\x08\x44\x65scribe\x12\x1a.kvmesh.v1.DescribeRequest\x1a\x1b.kvmesh.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/router.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"Y\n\x0cRouteRequest\x12\x1d\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x0e.kvmesh.v1.AskH\x00\x12\x1f\n\x04\x64one\x18\x02 \x01(\x0b\x32\x0f.kvmesh.v1.DoneH\x00\x42\t\n\x07message\"\xe3\x02\n\x03\x41sk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x11\n\tblock_ids\x18\x04 \x01(\x0c\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x07 \x01(\r\x12\x13\n\x0bnum_choices\x18\x08 \x01(\r\x12*\n\x08priority\x18\t \x01(\x0e\x32\x18.kvmesh.v1.PriorityClass\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x12\n\ndeadline_s\x18\x0b \x01(\x01\x12\x18\n\x10\x65xcluded_workers\x18\x0c \x03(\t\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x0e\n\x06policy\x18\x0e \x01(\t\x12)\n\nobjectives\x18\x0f \x01(\x0b\x32\x15.kvmesh.v1.Objectives\"\xb0\x01\n\x04\x44one\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12#\n\x07outcome\x18\x03 \x01(\x0e\x32\x12.kvmesh.v1.Outcome\x12\x0e\n\x06ttft_s\x18\x04 \x01(\x01\x12\x15\n\routput_tokens\x18\x05 \x01(\r\x12\'\n\x06\x63\x61\x63hed\x18\x06 \x01(\x0b\x32\x17.kvmesh.v1.CachedTokens\x12\x0e\n\x06tpot_s\x18\x07 \x01(\x01\"d\n\rRouteResponse\x12!\n\x05grant\x18\x01 \x01(\x0b\x32\x10.kvmesh.v1.GrantH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x42\t\n\x07message\"\xef\x01\n\x05Grant\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x04 \x01(\x04\x12\x16\n\x0eworker_address\x18\x05 \x01(\t\x12&\n\tpull_plan\x18\x06 \x03(\x0b\x32\x13.kvmesh.v1.PullStep\x12\x14\n\x0clocal_blocks\x18\x07 \x01(\r\x12\x18\n\x10predicted_ttft_s\x18\x08 \x01(\x01\x12\x0e\n\x06policy\x18\t \x01(\t\x12\x18\n\x10predicted_tpot_s\x18\n \x01(\x01\"\x92\x01\n\x07Refusal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12(\n\x06reason\x18\x03 \x01(\x0e\x32\x18.kvmesh.v1.RefusalReason\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\x12\x11\n\troom_in_s\x18\x06 \x01(\x01\"\x14\n\x12WatchModelsRequest\"7\n\rModelSnapshot\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.ServedModel\"\x82\x02\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x15\n\rweight_format\x18\x06 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x16\n\x0elayout_version\x18\x08 \x01(\r\x12\x16\n\x0eready_replicas\x18\t \x01(\r\x12\x11\n\tcreated_s\x18\n \x01(\x03\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x0c \x01(\x0c\"\x11\n\x0f\x44\x65scribeRequest\"\x95\x01\n\x10\x44\x65scribeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.kvmesh.v1.WorkerView\x12(\n\x08kvstores\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.KvStoreView\x12\x16\n\x0eindexed_blocks\x18\x03 \x01(\x04\x12\x17\n\x0fredis_connected\x18\x04 \x01(\x08\"\x9a\x02\n\nWorkerView\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x0f\n\x07suspect\x18\x06 \x01(\x08\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x18\n\x10running_requests\x18\x08 \x01(\r\x12\x18\n\x10waiting_requests\x18\t \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\n \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x0b \x01(\r\x12\x16\n\x0eindexed_blocks\x18\x0c \x01(\x04\x12\x18\n\x10pending_attempts\x18\r \x01(\r\"^\n\x0bKvStoreView\x12\x12\n\nkvstore_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0cpull_address\x18\x03 \x01(\t\x12\x16\n\x0eindexed_blocks\x18\x04 \x01(\x04*w\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x15\n\x11OUTCOME_CANCELLED\x10\x02\x12\x19\n\x15OUTCOME_WORKER_FAILED\x10\x03\x12\x11\n\rOUTCOME_STALE\x10\x04*\xab\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18REFUSAL_REASON_NO_WORKER\x10\x01\x12\x1d\n\x19REFUSAL_REASON_OVERLOADED\x10\x02\x12 \n\x1cREFUSAL_REASON_UNKNOWN_MODEL\x10\x03\x12\x1b\n\x17REFUSAL_REASON_DEADLINE\x10\x04\x32\xd7\x01\n\x06Router\x12>\n\x05Route\x12\x17.kvmesh.v1.RouteRequest\x1a\x18.kvmesh.v1.RouteResponse(\x01\x30\x01\x12H\n\x0bWatchModels\x12\x1d.kvmesh.v1.WatchModelsRequest\x1a\x18.kvmesh.v1.ModelSnapshot0\x01\x12\x43\n\x08\x44\x65scribe\x12\x1a.kvmesh.v1.DescribeRequest\x1a\x1b.kvmesh.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=2054
-  _globals['_OUTCOME']._serialized_end=2173
-  _globals['_REFUSALREASON']._serialized_start=2176
-  _globals['_REFUSALREASON']._serialized_end=2347
+  _globals['_OUTCOME']._serialized_start=2074
+  _globals['_OUTCOME']._serialized_end=2193
+  _globals['_REFUSALREASON']._serialized_start=2196
+  _globals['_REFUSALREASON']._serialized_end=2367
   _globals['_ROUTEREQUEST']._serialized_start=61
   _globals['_ROUTEREQUEST']._serialized_end=150
   _globals['_ASK']._serialized_start=153
@@ -46,22 +46,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERESPONSE']._serialized_end=789
   _globals['_GRANT']._serialized_start=792
   _globals['_GRANT']._serialized_end=1031
-  _globals['_REFUSAL']._serialized_start=1033
-  _globals['_REFUSAL']._serialized_end=1160
-  _globals['_WATCHMODELSREQUEST']._serialized_start=1162
-  _globals['_WATCHMODELSREQUEST']._serialized_end=1182
-  _globals['_MODELSNAPSHOT']._serialized_start=1184
-  _globals['_MODELSNAPSHOT']._serialized_end=1239
-  _globals['_SERVEDMODEL']._serialized_start=1242
-  _globals['_SERVEDMODEL']._serialized_end=1500
-  _globals['_DESCRIBEREQUEST']._serialized_start=1502
-  _globals['_DESCRIBEREQUEST']._serialized_end=1519
-  _globals['_DESCRIBERESPONSE']._serialized_start=1522
-  _globals['_DESCRIBERESPONSE']._serialized_end=1671
-  _globals['_WORKERVIEW']._serialized_start=1674
-  _globals['_WORKERVIEW']._serialized_end=1956
-  _globals['_KVSTOREVIEW']._serialized_start=1958
-  _globals['_KVSTOREVIEW']._serialized_end=2052
-  _globals['_ROUTER']._serialized_start=2350
-  _globals['_ROUTER']._serialized_end=2565
+  _globals['_REFUSAL']._serialized_start=1034
+  _globals['_REFUSAL']._serialized_end=1180
+  _globals['_WATCHMODELSREQUEST']._serialized_start=1182
+  _globals['_WATCHMODELSREQUEST']._serialized_end=1202
+  _globals['_MODELSNAPSHOT']._serialized_start=1204
+  _globals['_MODELSNAPSHOT']._serialized_end=1259
+  _globals['_SERVEDMODEL']._serialized_start=1262
+  _globals['_SERVEDMODEL']._serialized_end=1520
+  _globals['_DESCRIBEREQUEST']._serialized_start=1522
+  _globals['_DESCRIBEREQUEST']._serialized_end=1539
+  _globals['_DESCRIBERESPONSE']._serialized_start=1542
+  _globals['_DESCRIBERESPONSE']._serialized_end=1691
+  _globals['_WORKERVIEW']._serialized_start=1694
+  _globals['_WORKERVIEW']._serialized_end=1976
+  _globals['_KVSTOREVIEW']._serialized_start=1978
+  _globals['_KVSTOREVIEW']._serialized_end=2072
+  _globals['_ROUTER']._serialized_start=2370
+  _globals['_ROUTER']._serialized_end=2585
 # @@protoc_insertion_point(module_scope)

@@ -306,12 +306,15 @@ class Refusal(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    ROOM_IN_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     reason: Global___RefusalReason.ValueType
     detail: _builtins.str
     """One line for the caller."""
     retry_after_s: _builtins.float
+    room_in_s: _builtins.float
+    """Of OVERLOADED: when a worker is expected to have room, for a request that waits in the gateway; 0: not known."""
     def __init__(
         self,
         *,
@@ -320,10 +323,11 @@ class Refusal(_message.Message):
         reason: Global___RefusalReason.ValueType = ...,
         detail: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
+        room_in_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "detail", b"detail", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "room_in_s", b"room_in_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

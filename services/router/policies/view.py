@@ -37,6 +37,9 @@ WORKER_ROW = np.dtype(
         ("prefill_tokens_per_s", np.float64),
         ("decode_step_s", np.float64),
         ("decode_slope_s", np.float64),
+        # As measured when the worker started.
+        ("benchmark_prefill_tokens_per_s", np.float64),
+        ("benchmark_decode_step_s", np.float64),
         # Granted by this router and in no report yet.
         ("pending", np.float64),
         ("pending_tokens", np.float64),
