@@ -30,6 +30,7 @@ from services.common.models import DEFAULT_MODEL, resolve_model
 from services.gateway.text.text_model import load_text_model
 from services.worker.draws import DrawRow
 from services.worker.engine.loop import EngineLoop
+from services.worker.engine.sampled import Sampled
 from services.worker.ipc import Link
 from services.worker.messages import FromFrontToEngine, Sampling
 from services.worker.model.decoder import Decoder
@@ -86,7 +87,7 @@ def between_steps(runner: CpuRunner, rows: int, steps: int, threads: int) -> tup
     timed = Timed(runner.decoder)
     served = Served(runner, output=steps + 8)
     with _read_by_another() as front, _read_by_another() as mover, CpuRunner(runner.spec, timed, threads) as own:
-        loop = EngineLoop(served.core, own, Link(front, FromFrontToEngine), Link(mover, FromMoverToEngine))
+        loop = EngineLoop(served.core, Sampled(own), Link(front, FromFrontToEngine), Link(mover, FromMoverToEngine))
         served.submit_all(range(rows), Sampling(temperature=0.0))
         while served.core.scheduler.queued_prefill_tokens:
             loop.turn()

@@ -14,12 +14,46 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from services.common.settings import ServiceSettings
 from services.worker.errors import ChildDied
 from services.worker.ipc import AsyncLink
+from services.worker.messages import Message
 
 _END_TIMEOUT_S = 5.0
+
+
+class PartLink(Protocol):
+    """The front's end of a link: AsyncLink, or what stands in for one."""
+
+    def send(self, message: Message) -> None:
+        """Queue a message."""
+
+    async def receive(self) -> Any:
+        """The next message. Raises ConnectionError when the peer is gone."""
+
+
+class Part(Protocol):
+    """An engine or a mover as the front sees it: a child process, or what runs in the front's own."""
+
+    @property
+    def role(self) -> str:
+        """What it is."""
+
+    @property
+    def link(self) -> PartLink:
+        """The link to it."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process; None where it has none of its own."""
+
+    async def watch(self) -> None:
+        """Wait for its end. Raises ChildDied."""
+
+    async def end(self) -> None:
+        """Have it end. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +63,11 @@ class Child:
     role: str
     process: Process
     link: AsyncLink  # type: ignore[type-arg]
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
 
     async def watch(self) -> None:
         """Wait for its end, which is always an error."""

@@ -78,7 +78,7 @@ def _processes(replica: Replica | None) -> list[pb.ProcessMemory]:
     """Resident memory of the front and its children; one that is just ending is left out."""
     pids = {"front": os.getpid()}
     if replica is not None:
-        pids |= {child.role: child.process.pid for child in (replica.engine, replica.mover)}
+        pids |= replica.child_pids
     found = []
     for role, pid in pids.items():
         with contextlib.suppress(OSError, KeyError, ValueError):

@@ -14,7 +14,7 @@ import structlog
 
 from services.common.announcer import Announcer, Tier
 from services.common.blocks import split_ids
-from services.worker.children import Child
+from services.worker.children import Part
 from services.worker.errors import ChildDied, Refused
 from services.worker.load_board import LoadBoard
 from services.worker.messages import (
@@ -47,8 +47,8 @@ class Front:
 
     def __init__(
         self,
-        engine: Child,
-        mover: Child,
+        engine: Part,
+        mover: Part,
         *,
         board: LoadBoard,
         streams: StreamTable,

@@ -19,7 +19,7 @@ from services.common.models import ModelSource
 from services.common.registry import LocationRecord
 from services.common.security import MeshSecret
 from services.common.tokenizer_digest import tokenizer_digest
-from services.worker.children import Child, SharedParts, secret_environment, start_child
+from services.worker.children import Child, Part, SharedParts, secret_environment, start_child
 from services.worker.config import WorkerSettings
 from services.worker.engine.config import EngineConfig
 from services.worker.errors import StartFailed
@@ -37,10 +37,15 @@ class Replica:
     worker_id: str
     epoch: int
     source: ModelSource
-    engine: Child
+    engine: Part
     engine_ready: EngineReady
-    mover: Child
+    mover: Part
     mover_ready: MoverReady
+
+    @property
+    def child_pids(self) -> dict[str, int]:
+        """Processes of the parts that have one, by role."""
+        return {part.role: part.pid for part in (self.engine, self.mover) if part.pid is not None}
 
 
 async def start_replica(
@@ -116,13 +121,37 @@ def host_name(settings: WorkerSettings) -> str:
 
 async def _start_engine(settings: WorkerSettings, source: ModelSource, parts: SharedParts, worker_id: str) -> Child:
     front_end, child_end = socket.socketpair()
-    config = EngineConfig(
-        parent_pid=os.getpid(),
-        instance=worker_id,
-        log_level=settings.log_level,
+    config = engine_config(
+        settings,
+        source,
+        worker_id,
         front_fd=child_end.fileno(),
         mover_fd=parts.engine_end.fileno(),
         pool_fd=parts.pool_fd,
+    )
+    return await start_child(
+        "engine",
+        "services.worker.engine",
+        msgspec.json.encode(config),
+        front_end=front_end,
+        child_end=child_end,
+        fds=(parts.engine_end.fileno(), parts.pool_fd),
+        receives=FromEngineToFront,
+        environment={},
+    )
+
+
+def engine_config(
+    settings: WorkerSettings, source: ModelSource, worker_id: str, *, front_fd: int, mover_fd: int, pool_fd: int
+) -> EngineConfig:
+    """What an engine is told of the settings."""
+    return EngineConfig(
+        parent_pid=os.getpid(),
+        instance=worker_id,
+        log_level=settings.log_level,
+        front_fd=front_fd,
+        mover_fd=mover_fd,
+        pool_fd=pool_fd,
         model_path=str(source.path),
         dtype=settings.dtype,
         weight_dtype=settings.weight_dtype,
@@ -146,16 +175,6 @@ async def _start_engine(settings: WorkerSettings, source: ModelSource, parts: Sh
         max_push_blocks=settings.max_push_blocks,
         repush_bytes_per_s=settings.repush_bytes_per_s,
         max_served_blocks=settings.max_served_blocks,
-    )
-    return await start_child(
-        "engine",
-        "services.worker.engine",
-        msgspec.json.encode(config),
-        front_end=front_end,
-        child_end=child_end,
-        fds=(parts.engine_end.fileno(), parts.pool_fd),
-        receives=FromEngineToFront,
-        environment={},
     )
 
 

@@ -101,8 +101,7 @@ class Serving:
         around.service.attach(self.front, identity_proto(replica, around.settings))
         around.board.ready = True
         await around.grpc.set_ready(True)
-        children = [{"role": child.role, "pid": child.process.pid} for child in (replica.engine, replica.mover)]
-        tell_ready(around, children)
+        tell_ready(around, [{"role": role, "pid": pid} for role, pid in replica.child_pids.items()])
         ready = replica.engine_ready
         _log.info(
             "worker ready",

@@ -15,6 +15,7 @@ import torch
 
 from services.worker.engine.benchmark import measure
 from services.worker.engine.loop import MAX_FAILED_STEPS, EngineLoop
+from services.worker.engine.sampled import Sampled
 from services.worker.ipc import Link, wait_links
 from services.worker.messages import (
     Abort,
@@ -88,7 +89,7 @@ def running_engine(num_blocks: int = 64, runner: ToyRunner | None = None) -> Ite
     runner = ToyRunner(num_blocks) if runner is None else runner
     front_link: Link[Message] = Link(front, FromFrontToEngine)
     mover_link: Link[Message] = Link(mover, FromMoverToEngine)
-    loop = EngineLoop(core, runner, front_link, mover_link)
+    loop = EngineLoop(core, Sampled(runner), front_link, mover_link)
     failure: list[BaseException] = []
 
     def run() -> None:

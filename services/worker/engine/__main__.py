@@ -15,26 +15,24 @@ import msgspec
 import structlog
 import torch
 
-from services.common.blocks import BLOCK_TOKENS
 from services.common.process import die_with_parent
 from services.common.settings import ConfigurationError
 from services.common.telemetry import configure_logging
-from services.worker.admission import SchedulerLimits
 from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.benchmark import Benchmark, measure
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.gpu import DeviceUnavailable
+from services.worker.engine.limits import core_limits
 from services.worker.engine.load_progress import memory_figures
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.open import OpenReplica, open_replica
+from services.worker.engine.sampled import Sampled
 from services.worker.ipc import Link
 from services.worker.link_rates import LinkRates
 from services.worker.messages import Configure, EngineFailed, EngineReady, FromFrontToEngine, Message
 from services.worker.model.errors import ModelError
-from services.worker.model.runner import RunnerSpec
 from services.worker.mover_messages import FromMoverToEngine
 from services.worker.rates import Rates
-from services.worker.transfers import TransferLimits
 
 _CONFIGURE_TIMEOUT_S = 10.0
 _log = structlog.get_logger()
@@ -77,7 +75,13 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     block_key = _receive_key(front)
     opened = open_replica(config, threads, front.send)
     runner, spec = opened.runner, opened.runner.spec
-    limits = _limits(config, spec)
+    limits = core_limits(
+        config,
+        max_context=spec.max_context,
+        vocab_size=spec.vocab_size,
+        num_blocks=spec.num_blocks,
+        block_bytes=spec.layout.block_bytes,
+    )
     speed = measure(runner, num_blocks=spec.num_blocks, max_context=spec.max_context, vocab_size=spec.vocab_size)
     rates = Rates(speed.prefill_tokens_per_s, speed.decode_step_s)
     # The runner's thread keeps its own number. For a draw a second thread costs more than it saves on a busy machine.
@@ -88,7 +92,7 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     front.send(_ready(opened, limits, speed))
     links = LinkRates(spec.layout.block_bytes, config.pull_half_life_s)
     core = EngineCore(limits, spec.num_blocks, block_key, rates, links)
-    return EngineLoop(core, runner, front, mover, transfers=opened.transfers)
+    return EngineLoop(core, Sampled(runner), front, mover, transfers=opened.transfers)
 
 
 def _ready(opened: OpenReplica, limits: CoreLimits, speed: Benchmark) -> EngineReady:
@@ -108,25 +112,6 @@ def _ready(opened: OpenReplica, limits: CoreLimits, speed: Benchmark) -> EngineR
         transfer_slots=opened.transfer_slots,
         memory=memory_figures(spec.memory),
     )
-
-
-def _limits(config: EngineConfig, spec: RunnerSpec) -> CoreLimits:
-    scheduler = SchedulerLimits(
-        # What the pool cannot hold is not offered: a request that leaves max_tokens out gets all of the context.
-        max_context=min(spec.max_context, spec.num_blocks * BLOCK_TOKENS),
-        vocab_size=spec.vocab_size,
-        max_running=config.max_running,
-        max_queue_s=config.max_queue_s,
-        prefix_cache=config.prefix_cache,
-    )
-    transfers = TransferLimits(
-        max_pull_s=config.max_pull_s,
-        max_push_blocks=config.max_push_blocks,
-        max_served_blocks=config.max_served_blocks,
-        repush_blocks_per_s=config.repush_bytes_per_s / spec.layout.block_bytes,
-        push_policy=config.push_policy,
-    )
-    return CoreLimits(scheduler, transfers, config.step_token_budget, config.target_step_s)
 
 
 def _receive_key(front: Link[Message]) -> bytes:

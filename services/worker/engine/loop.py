@@ -9,18 +9,19 @@ be handled fails its own request, a step that cannot be run fails the requests i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import structlog
 
 from services.worker.block_transfers import BlockTransfers, SharedTransfers
 from services.worker.core import EngineCore
+from services.worker.draws import DrawRow, Draws
 from services.worker.engine.batch import StepBuilder
 from services.worker.ipc import Link, wait_links
 from services.worker.messages import Abort, EngineLoad, Message, Submit
-from services.worker.model.step import Runner
-from services.worker.sampler import draw_tokens
+from services.worker.model.step import StepInput
 from services.worker.scheduler import Chunk
 
 LOAD_EVERY_S = 0.1
@@ -32,13 +33,23 @@ MAX_FAILED_STEPS = 5
 _log = structlog.get_logger()
 
 
+class StepRunner(Protocol):
+    """Executes steps and draws their tokens. At most one step is in flight."""
+
+    def submit(self, step: StepInput) -> None:
+        """Start a step. Raises ValueError when its arrays disagree."""
+
+    def draw(self, rows: Sequence[DrawRow]) -> Draws:
+        """Wait for the step, and draw a token for each of its logit_rows, of which `rows` says how."""
+
+
 class EngineLoop:
     """Runs until a link closes."""
 
     def __init__(
         self,
         core: EngineCore,
-        runner: Runner,
+        runner: StepRunner,
         front: Link[Message],
         mover: Link[Message],
         *,
@@ -114,7 +125,7 @@ class EngineLoop:
     def _finish(self, chunks: list[Chunk], started_s: float) -> None:
         """Wait for the step in flight, draw and commit."""
         try:
-            draws = draw_tokens(self._runner.collect(), self._core.draw_rows(chunks))
+            draws = self._runner.draw(self._core.draw_rows(chunks))
         except Exception as error:
             self._fail(chunks, error)
             return

@@ -7,11 +7,14 @@ Block tables index the worker's block pool; the KV of a step's tokens is written
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:
+    # Engines that simulate a model run without.
+    import torch
 
 Int32Array = npt.NDArray[np.int32]
 
