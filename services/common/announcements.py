@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
-from services.common.blocks import BLOCK_ID_BYTES, BlockId
+import numpy as np
 
-ENTRY_BYTES = BLOCK_ID_BYTES + 1
+from services.common.blocks import BLOCK_ID_BYTES, BlockId, join_ids
+
+_ENTRY = struct.Struct("16sB")
 _HEADER = struct.Struct("<QQBI16s")
 
 
@@ -61,13 +64,17 @@ def unpack_xor(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
+def xor_of(ids: Sequence[BlockId]) -> int:
+    """XOR of `ids` as little-endian numbers; each counts, also where one comes twice."""
+    words = np.frombuffer(join_ids(ids), "<u8").reshape(-1, 2)
+    return unpack_xor(np.bitwise_xor.reduce(words, axis=0).tobytes())
+
+
 def pack_adds(entries: list[tuple[BlockId, int]]) -> bytes:
     """Ids with their tiers, 17 bytes each."""
     return b"".join([id_ + bytes((tier,)) for id_, tier in entries])
 
 
 def unpack_adds(data: bytes) -> list[tuple[BlockId, int]]:
-    """Inverse of `pack_adds`."""
-    return [
-        (BlockId(data[at : at + BLOCK_ID_BYTES]), data[at + BLOCK_ID_BYTES]) for at in range(0, len(data), ENTRY_BYTES)
-    ]
+    """Inverse of `pack_adds`. Raises struct.error when the length is no multiple of an entry's."""
+    return list(_ENTRY.iter_unpack(data))

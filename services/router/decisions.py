@@ -107,7 +107,7 @@ class Decisions:
     def indexed_blocks(self, location: str) -> int:
         """Blocks that the index has of a location."""
         known = self.replica.locations.get(location)
-        return len(known.tiers) if known else 0
+        return known.num_blocks if known else 0
 
     def _enter(self, ask: Ask, placement: Placement, opened: OpenAttempts, now_s: float) -> None:
         pending = PendingAttempt(placement.prefill_tokens, placement.num_blocks, now_s, placement.pulled_bytes)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.announcements import Tier
 from services.common.blocks import BlockId
 from services.common.registry import LocationRecord
 from services.router.domain import PullRun, WorkerId
@@ -121,8 +120,7 @@ class Holders:
 
     def _memory_end(self, location: str, ids: list[BlockId]) -> int:
         """How many of the leading `ids`, all held, are not on the SSD. The SSD's follow those in memory."""
-        tiers = self._replica.locations[location].tiers
-        return bisect_left(ids, True, key=lambda id_: tiers.get(id_) == Tier.SSD)
+        return bisect_left(ids, True, key=lambda id_: self._replica.is_on_ssd(location, id_))
 
     def _refresh(self) -> None:
         if self._version == self._replica.version:

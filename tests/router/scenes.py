@@ -106,7 +106,7 @@ class Scene:
         known = self.replica.locations.get(location)
         seq = known.seq + 1 if known else 1
         kind = Kind.CHANGE if known else Kind.STAGED | Kind.BEGIN | Kind.COMMIT
-        count, xor = (len(known.tiers), known.xor) if known else (0, 0)
+        count, xor = (known.num_blocks, known.held.xor) if known else (0, 0)
         for id_ in ids:
             xor ^= unpack_xor(id_)
         self.replica.apply(location, Header(1, seq, kind, count + len(ids), xor), [(id_, tier) for id_ in ids], [])

@@ -1,9 +1,17 @@
-"""Block id -> holders, in memory.
+"""Block id -> who holds it, in memory.
 
-A holder is a small number (a slot); the holders of a block are a bit set, and equal bit sets are one object. Most
-blocks of a prefix have the very same holders, so a walk over a prompt compares identities and looks closer only where
-they change. What a removed holder leaves behind is swept in steps, so that removing a large one stops nobody; its
-slot is reused after that. Memory is bounded by what the holders hold.
+What one location holds has a slot, and the slots of a block's holders are one interned object. Most blocks of a prefix
+have the very same holders, and holders are prefix-closed: who holds a block holds all before it. So a lookup jumps:
+where two blocks of a prompt have the same object, all between them have it too.
+
+A location may for a moment not be prefix-closed, as when a change of many blocks comes in parts. What a lookup says of
+it then is still a place where the location holds one block and not the next, at or after its first gap: too long at
+most, which costs a recomputation, since a worker looks at what it really has.
+
+Nothing is kept for each pair of location and block but a bit in a shared set, so memory goes by distinct blocks. What
+a retired location leaves behind is swept part by part, all retired ones in one pass, so that removing a large one
+stops nobody; its slot is used again after that. The blocks are spread over many dictionaries by the ids' first byte
+(ids are digests): that bounds a step of the sweep, and the pause when a dictionary grows.
 """
 
 from __future__ import annotations
@@ -14,20 +22,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.common.announcements import Tier, xor_of
 from services.common.blocks import BlockId
+from services.router.index.holder_sets import HolderSet, HolderSets, slots_of
 
-# Up to this many bits are taken out one by one, more of them with numpy.
-_FEW_BITS = 8
-
-
-class _Holders:
-    """One bit set and the number of blocks that have it."""
-
-    __slots__ = ("mask", "uses")
-
-    def __init__(self, mask: int) -> None:
-        self.mask = mask
-        self.uses = 0
+NUM_PARTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,126 +46,189 @@ class Runs:
         return result
 
 
-def slots_of(mask: int) -> list[int] | npt.NDArray[np.int64]:
-    """Numbers of the bits set in `mask`."""
-    if mask.bit_count() > _FEW_BITS:
-        raw = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
-        return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
-    slots = []
-    while mask:
-        low = mask & -mask
-        slots.append(low.bit_length() - 1)
-        mask ^= low
-    return slots
+@dataclass(slots=True)
+class HeldSet:
+    """What one location holds: its size and the XOR of its ids. ssd_slot: of those on an SSD, -1 before the first."""
+
+    slot: int
+    ssd_slot: int = -1
+    count: int = 0
+    xor: int = 0
+
+    @property
+    def bits(self) -> int:
+        """Both slots' bits."""
+        return 1 << self.slot | (1 << self.ssd_slot if self.ssd_slot >= 0 else 0)
 
 
 class BlockMap:
-    """`add` and `discard` change one holder's blocks, `find` walks a prompt."""
+    """`add` and `remove` change one set, `find` looks a prompt up in those that are shown."""
 
     def __init__(self) -> None:
-        self._blocks: dict[BlockId, _Holders] = {}
-        self._interned: dict[int, _Holders] = {}
-        self._live = 0
+        self._parts: list[dict[BlockId, HolderSet]] = [{} for _ in range(NUM_PARTS)]
+        self._sets = HolderSets()
+        self._shown = 0
         self._free_slots: list[int] = []
-        self._garbage: list[tuple[int, list[BlockId]]] = []
+        # Bits of retired sets: those of the present pass, which has come as far as the part _sweep_at, and later ones.
+        self._sweeping = 0
+        self._sweep_at = 0
+        self._retired = 0
         self.num_slots = 0
 
     def __len__(self) -> int:
-        """Distinct blocks, those of removed holders included until they are swept."""
-        return len(self._blocks)
+        """Distinct blocks, those of retired sets included until they are swept."""
+        return sum(map(len, self._parts))
 
     @property
     def num_holder_sets(self) -> int:
-        """Distinct holder sets."""
-        return len(self._interned)
+        """Distinct sets of holders."""
+        return len(self._sets)
 
-    def new_slot(self) -> int:
-        """A slot for a new holder."""
-        if self._free_slots:
-            slot = self._free_slots.pop()
+    def new_set(self) -> HeldSet:
+        """An empty set, not shown."""
+        return HeldSet(self._new_slot())
+
+    def show(self, held: HeldSet) -> None:
+        """`find` sees it from now on."""
+        self._shown |= 1 << held.slot
+
+    def retire(self, held: HeldSet) -> None:
+        """`find` sees it no more; `sweep` removes what it held."""
+        self._shown &= ~(1 << held.slot)
+        if held.count:
+            self._retired |= held.bits
         else:
-            slot = self.num_slots
-            self.num_slots += 1
-        self._live |= 1 << slot
-        return slot
+            self._free(held.bits)
 
-    def retire_slot(self, slot: int, blocks: Iterable[BlockId]) -> None:
-        """The holder is gone; `blocks` are all that it held. `find` shows it no more; `sweep` removes the rest."""
-        self._live &= ~(1 << slot)
-        self._garbage.append((slot, list(blocks)))
+    def sweep(self) -> bool:
+        """Take retired sets out of one part of the map; whether there is more to do."""
+        if not self._sweeping:
+            self._sweeping, self._retired, self._sweep_at = self._retired, 0, 0
+        if self._sweeping:
+            self._sweep_part(self._parts[self._sweep_at])
+            self._sweep_at += 1
+            if self._sweep_at == NUM_PARTS:
+                self._free(self._sweeping)
+                self._sweeping = 0
+        return bool(self._sweeping or self._retired)
 
-    def sweep(self, most: int) -> bool:
-        """Remove up to `most` entries of retired holders; whether there is more."""
-        while self._garbage and most > 0:
-            slot, blocks = self._garbage[-1]
-            chunk = blocks[-most:]
-            del blocks[-most:]
-            most -= len(chunk)
-            self.discard(slot, chunk)
-            if not blocks:
-                self._garbage.pop()
-                self._free_slots.append(slot)
-        return bool(self._garbage)
+    def add(self, held: HeldSet, entries: Iterable[tuple[BlockId, int]]) -> None:
+        """`held` has these blocks in these tiers, whether or not it had them before."""
+        bit, parts, release = 1 << held.slot, self._parts, self._sets.release
+        new: list[BlockId] = []
+        before: HolderSet | None = None
+        after: HolderSet | None = None
+        last_tier, is_new = -1, False
+        for id_, tier in entries:
+            part = parts[id_[0]]
+            holders = part.get(id_)
+            if after is None or holders is not before or tier != last_tier:
+                before, last_tier = holders, tier
+                mask = holders.mask if holders is not None else 0
+                is_new = not mask & bit
+                after = self._sets.of(self._with(held, mask, tier))
+            if is_new:
+                new.append(id_)
+            if holders is not after:
+                after.uses += 1
+                part[id_] = after
+                if holders is not None:
+                    release(holders)
+        held.count += len(new)
+        held.xor ^= xor_of(new)
 
-    def add(self, slot: int, ids: Iterable[BlockId]) -> None:
-        """`slot` holds `ids`, none of which it held before."""
-        bit = 1 << slot
-        get = self._blocks.get
-        before: _Holders | None = None
-        after: _Holders | None = None
+    def remove(self, held: HeldSet, ids: Iterable[BlockId]) -> None:
+        """`held` has `ids` no more; those that it did not have are ignored."""
+        bit, keep, parts = 1 << held.slot, ~held.bits, self._parts
+        gone: list[BlockId] = []
+        before: HolderSet | None = None
+        is_held, rest = False, 0
         for id_ in ids:
-            holders = get(id_)
-            if after is None or holders is not before:
+            part = parts[id_[0]]
+            holders = part.get(id_)
+            if holders is not before and holders is not None:
                 before = holders
-                after = self._intern(bit if holders is None else holders.mask | bit)
-            self._replace(id_, holders, after)
+                is_held, rest = bool(holders.mask & bit), holders.mask & keep
+            if holders is not None and is_held:
+                gone.append(id_)
+                self._put(part, id_, holders, rest)
+        held.count -= len(gone)
+        held.xor ^= xor_of(gone)
 
-    def discard(self, slot: int, ids: Iterable[BlockId]) -> None:
-        """`slot` no longer holds `ids`, all of which it held."""
-        keep = ~(1 << slot)
-        for id_ in ids:
-            holders = self._blocks[id_]
-            rest = holders.mask & keep
-            if rest:
-                self._replace(id_, holders, self._intern(rest))
-            else:
-                del self._blocks[id_]
-                self._release(holders)
+    def is_on_ssd(self, held: HeldSet, id_: BlockId) -> bool:
+        """Whether `held` has the block on an SSD."""
+        holders = self._parts[id_[0]].get(id_)
+        return holders is not None and held.ssd_slot >= 0 and bool(holders.mask >> held.ssd_slot & 1)
 
     def find(self, ids: Sequence[BlockId]) -> Runs:
-        """How many of the leading `ids` each live holder has."""
+        """How many of the leading `ids` each shown set has.
+
+        Bisection between the block reached and the last one, with every block looked at kept for what comes after:
+        about log2(blocks) of them for each change of the holders, and never one of them twice.
+        """
         runs: list[tuple[int, int]] = []
-        alive = self._live
-        previous: _Holders | None = None
-        at = 0
-        for at, holders in enumerate(map(self._blocks.get, ids)):
-            if holders is previous and holders is not None:
+        if not ids:
+            return Runs(())
+        parts = self._parts
+        at, here = 0, parts[ids[0][0]].get(ids[0])
+        alive = here.mask & self._shown if here is not None else 0
+        ahead = [(last, parts[ids[last][0]].get(ids[last]))] if (last := len(ids) - 1) else []
+        while alive and ahead:
+            right, there = ahead[-1]
+            if there is here:
+                at = right
+                ahead.pop()
                 continue
-            mask = holders.mask if holders is not None else 0
-            ended = alive & ~mask
-            if ended and at:
-                runs.append((at, ended))
-            alive &= mask
-            if not alive:
-                return Runs(tuple(runs))
-            previous = holders
-        if ids:
+            left = alive & there.mask if there is not None else 0
+            if left != alive and right - at > 1:
+                middle = (at + right) // 2
+                id_ = ids[middle]
+                ahead.append((middle, parts[id_[0]].get(id_)))
+                continue
+            if left != alive:
+                runs.append((right, alive & ~left))
+            at, here, alive = right, there, left
+            ahead.pop()
+        if alive:
             runs.append((at + 1, alive))
         return Runs(tuple(runs))
 
-    def _intern(self, mask: int) -> _Holders:
-        found = self._interned.get(mask)
-        if found is None:
-            found = self._interned[mask] = _Holders(mask)
-        return found
+    def _with(self, held: HeldSet, mask: int, tier: int) -> int:
+        """A block's mask once `held` has it in `tier`."""
+        if tier == Tier.SSD:
+            if held.ssd_slot < 0:
+                held.ssd_slot = self._new_slot()
+            return mask | held.bits
+        mask |= 1 << held.slot
+        return mask & ~(1 << held.ssd_slot) if held.ssd_slot >= 0 else mask
 
-    def _replace(self, id_: BlockId, before: _Holders | None, after: _Holders) -> None:
-        after.uses += 1
-        self._blocks[id_] = after
-        if before is not None:
-            self._release(before)
+    def _put(self, part: dict[BlockId, HolderSet], id_: BlockId, before: HolderSet, mask: int) -> None:
+        if mask:
+            after = self._sets.of(mask)
+            after.uses += 1
+            part[id_] = after
+        else:
+            del part[id_]
+        self._sets.release(before)
 
-    def _release(self, holders: _Holders) -> None:
-        holders.uses -= 1
-        if not holders.uses:
-            del self._interned[holders.mask]
+    def _sweep_part(self, part: dict[BlockId, HolderSet]) -> None:
+        gone = self._sweeping
+        concerned: dict[HolderSet, bool] = {}
+        found = []
+        for id_, holders in part.items():
+            is_concerned = concerned.get(holders)
+            if is_concerned is None:
+                is_concerned = concerned[holders] = bool(holders.mask & gone)
+            if is_concerned:
+                found.append((id_, holders))
+        for id_, holders in found:
+            self._put(part, id_, holders, holders.mask & ~gone)
+
+    def _new_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        self.num_slots += 1
+        return self.num_slots - 1
+
+    def _free(self, bits: int) -> None:
+        self._free_slots.extend(map(int, slots_of(bits)))

@@ -31,7 +31,6 @@ _READ_ENTRIES = 256
 _SCAN_ENTRIES = 2_000
 # Entries handled between two yields to the event loop: about a millisecond's worth.
 _YIELD_ENTRIES = 4
-_SWEEP_ENTRIES = 1_000
 
 _OVERVIEW = LuaScript("overview")
 _log = structlog.get_logger()
@@ -167,7 +166,7 @@ class _Shard:
             self._position = _parse_position(position)
             if not number % _YIELD_ENTRIES:
                 await asyncio.sleep(0)
-        while self._replica.blocks.sweep(_SWEEP_ENTRIES):  # noqa: ASYNC110 (yields between two steps of its own work)
+        while self._replica.blocks.sweep():  # noqa: ASYNC110 (yields between two steps of its own work)
             await asyncio.sleep(0)
 
     async def _apply(self, fields: dict[bytes, bytes]) -> None:

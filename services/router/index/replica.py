@@ -1,18 +1,19 @@
 """What every location has announced, and the block map made of it.
 
 Pure and synchronous: announcements go in, in the order of their stream, and the answer says whether the location must
-be read anew (a gap in its sequence numbers, a whole set whose beginning was missed, a digest that does not agree).
+be read anew (a gap in its sequence numbers, a whole set whose beginning was missed, a digest that does not agree). A
+whole set is built beside the one that is shown and takes its place at once when it is complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from services.common.announcements import Header, Kind, unpack_xor
+from services.common.announcements import Header, Kind
 from services.common.blocks import BlockId
-from services.router.index.block_map import BlockMap, Runs
+from services.router.index.block_map import BlockMap, HeldSet, Runs
 
 
 class Applied(Enum):
@@ -28,18 +29,26 @@ class Applied(Enum):
 class Location:
     """One location's set. seq: the last announcement applied. verify_from: digests are meaningless before it."""
 
-    slot: int
     epoch: int
+    held: HeldSet
     seq: int = 0
     verify_from: int = 0
-    xor: int = 0
-    tiers: dict[BlockId, int] = field(default_factory=dict)
-    # The whole set that is being announced; `tiers` itself while that is empty.
-    staged: dict[BlockId, int] | None = None
+    # The whole set that is being announced or read.
+    staged: HeldSet | None = None
+
+    @property
+    def slot(self) -> int:
+        """Its number in what `find` answers; another one after each whole set."""
+        return self.held.slot
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held."""
+        return self.held.count
 
     def agrees(self, count: int, xor: int) -> bool:
         """Whether the holder's digest is ours."""
-        return count == len(self.tiers) and xor == self.xor
+        return (count, xor) == (self.held.count, self.held.xor)
 
 
 class Replica:
@@ -48,12 +57,16 @@ class Replica:
     def __init__(self) -> None:
         self.blocks = BlockMap()
         self.locations: dict[str, Location] = {}
-        # Raised whenever a location comes, goes or changes its epoch: what was derived from slots is stale then.
+        # Raised whenever a location comes, goes or changes its slot: what was derived from slots is stale then.
         self.version = 0
 
     def find(self, ids: Sequence[BlockId]) -> Runs:
         """Which slot holds how many of the leading `ids`."""
         return self.blocks.find(ids)
+
+    def is_on_ssd(self, name: str, id_: BlockId) -> bool:
+        """Whether the location `name` has the block on an SSD."""
+        return self.blocks.is_on_ssd(self.locations[name].held, id_)
 
     def apply(
         self, name: str, header: Header, adds: Sequence[tuple[BlockId, int]], removes: Sequence[BlockId]
@@ -72,8 +85,8 @@ class Replica:
         location.seq = header.seq
         if header.kind & Kind.STAGED:
             return self._stage(location, header, adds)
-        self._remove(location, removes)
-        self._add(location, adds)
+        self.blocks.remove(location.held, removes)
+        self.blocks.add(location.held, adds)
         return _verified(location, header)
 
     def begin_load(self, name: str, epoch: int) -> None:
@@ -82,7 +95,9 @@ class Replica:
 
     def load_part(self, name: str, entries: Iterable[tuple[BlockId, int]]) -> None:
         """Some entries of the set."""
-        self._stage_adds(self.locations[name], entries)
+        staged = self.locations[name].staged
+        assert staged is not None
+        self.blocks.add(staged, entries)
 
     def end_load(self, name: str, seq: int, *, verify_from: int) -> None:
         """The set is read: with everything up to `seq` and perhaps parts of what came up to `verify_from`."""
@@ -96,54 +111,41 @@ class Replica:
         location = self.locations.pop(name, None)
         if location is not None:
             self.version += 1
-            self.blocks.retire_slot(location.slot, location.tiers)
+            self.blocks.retire(location.held)
+            self._drop_staged(location)
 
     def _begin(self, name: str, epoch: int) -> Location:
         location = self.locations.get(name)
         if location is None or location.epoch != epoch:
             self.retire(name)
-            location = self.locations[name] = Location(self.blocks.new_slot(), epoch)
+            location = self.locations[name] = Location(epoch, self.blocks.new_set())
+            self.blocks.show(location.held)
             self.version += 1
-        location.staged = {} if location.tiers else location.tiers
+        self._drop_staged(location)
+        location.staged = self.blocks.new_set()
         return location
 
+    def _drop_staged(self, location: Location) -> None:
+        if location.staged is not None:
+            self.blocks.retire(location.staged)
+            location.staged = None
+
     def _stage(self, location: Location, header: Header, adds: Sequence[tuple[BlockId, int]]) -> Applied:
-        missed_begin = location.staged is None
-        self._stage_adds(location, adds)
+        if location.staged is not None:
+            self.blocks.add(location.staged, adds)
         if not header.kind & Kind.COMMIT:
             return Applied.YES
-        if missed_begin:
+        if location.staged is None:
             return Applied.GAP
         self._commit(location)
         return _verified(location, header)
 
-    def _stage_adds(self, location: Location, adds: Iterable[tuple[BlockId, int]]) -> None:
-        if location.staged is location.tiers:
-            self._add(location, adds)
-        elif location.staged is not None:
-            location.staged.update(adds)
-
     def _commit(self, location: Location) -> None:
-        wanted, location.staged = location.staged, None
-        if wanted is not None and wanted is not location.tiers:
-            self._remove(location, [id_ for id_ in location.tiers if id_ not in wanted])
-            self._add(location, wanted.items())
-
-    def _add(self, location: Location, adds: Iterable[tuple[BlockId, int]]) -> None:
-        tiers = location.tiers
-        new = []
-        for id_, tier in adds:
-            if id_ not in tiers:
-                new.append(id_)
-                location.xor ^= unpack_xor(id_)
-            tiers[id_] = tier
-        self.blocks.add(location.slot, new)
-
-    def _remove(self, location: Location, removes: Iterable[BlockId]) -> None:
-        gone = [id_ for id_ in removes if location.tiers.pop(id_, None) is not None]
-        for id_ in gone:
-            location.xor ^= unpack_xor(id_)
-        self.blocks.discard(location.slot, gone)
+        assert location.staged is not None
+        self.blocks.retire(location.held)
+        location.held, location.staged = location.staged, None
+        self.blocks.show(location.held)
+        self.version += 1
 
 
 def _verified(location: Location, header: Header) -> Applied:

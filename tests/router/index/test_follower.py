@@ -15,6 +15,7 @@ from services.common.redis_client import RedisClient, connect_redis
 from services.router.index import follower as follower_module
 from services.router.index.follower import IndexFollower
 from services.router.index.replica import Replica
+from tests.router.index.contents import as_kept, held_by
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually
 
@@ -52,8 +53,7 @@ class Mesh:
         return announcer
 
     def held(self, name: str = "w1") -> dict[BlockId, int] | None:
-        location = self.replica.locations.get(f"worker/{name}")
-        return None if location is None else location.tiers
+        return held_by(self.replica, f"worker/{name}")
 
     async def end(self, *, last: int = 0) -> None:
         ending, self.tasks = self.tasks[-last:], self.tasks[:-last] if last else []
@@ -74,7 +74,7 @@ def random_ids(count: int) -> list[BlockId]:
 
 
 def tiers(ids: list[BlockId], tier: Tier = Tier.HBM) -> dict[BlockId, int]:
-    return dict.fromkeys(ids, int(tier))
+    return as_kept(dict.fromkeys(ids, int(tier)))
 
 
 async def test_changes_arrive_and_a_late_router_reads_the_same(mesh: Mesh, client: RedisClient) -> None:
@@ -83,9 +83,9 @@ async def test_changes_arrive_and_a_late_router_reads_the_same(mesh: Mesh, clien
     ids = random_ids(3000)
     announcer.add(ids, Tier.HBM)
     await eventually(lambda: mesh.held() == tiers(ids))
-    announcer.add(ids[:10], Tier.RAM)
+    announcer.add(ids[:10], Tier.SSD)
     announcer.remove(ids[2900:][::-1])
-    wanted = tiers(ids[:2900]) | tiers(ids[:10], Tier.RAM)
+    wanted = tiers(ids[:2900]) | tiers(ids[:10], Tier.SSD)
     await eventually(lambda: mesh.held() == wanted)
     late = Mesh(client)
     late.follow()
@@ -167,7 +167,7 @@ async def test_a_divergence_is_found_and_repaired(mesh: Mesh) -> None:
     ids = random_ids(10)
     announcer.add(ids, Tier.HBM)
     await eventually(lambda: mesh.held() == tiers(ids))
-    mesh.replica._remove(mesh.replica.locations["worker/w1"], ids[3:4])
+    mesh.replica.blocks.remove(mesh.replica.locations["worker/w1"].held, ids[3:4])
     await eventually(lambda: mesh.held() == tiers(ids))
 
 

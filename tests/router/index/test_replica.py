@@ -12,9 +12,10 @@ from services.common.announced_set import AnnouncedSet, Batch
 from services.common.announcements import Header, unpack_adds, unpack_xor
 from services.common.blocks import BlockId, split_ids
 from services.router.index.replica import Applied, Replica
+from tests.router.index.contents import as_kept, held_by
 
 CHAINS = [[BlockId(bytes([chain, at]) + bytes(14)) for at in range(12)] for chain in range(3)]
-ALL = [id_ for chain in CHAINS for id_ in chain]
+UNKNOWN = [BlockId(bytes([9, at]) + bytes(14)) for at in range(5)]
 
 
 class Holder:
@@ -75,20 +76,21 @@ def leading(held: dict[BlockId, int], ids: list[BlockId]) -> int:
 
 
 def check(replica: Replica, holders: list[Holder]) -> None:
-    while replica.blocks.sweep(2):
+    while replica.blocks.sweep():
         pass
     for holder in holders:
         location = replica.locations.get(holder.name)
-        assert (location.tiers if location else {}) == holder.held
+        assert (held_by(replica, holder.name) or {}) == as_kept(holder.held)
         if location:
-            assert location.xor == reduce(xor, map(unpack_xor, holder.held), 0)
-    for ids in [*CHAINS, ALL, [], CHAINS[0][:5] + CHAINS[1]]:
+            assert location.num_blocks == len(holder.held)
+            assert location.held.xor == reduce(xor, map(unpack_xor, holder.held), 0)
+    for ids in [*CHAINS, [], CHAINS[0][:1], CHAINS[1][:7], [*CHAINS[2], *UNKNOWN]]:
         lengths = replica.find(ids).lengths(replica.blocks.num_slots)
         for holder in holders:
             location = replica.locations.get(holder.name)
             assert (lengths[location.slot] if location else 0) == leading(holder.held, ids)
     assert len(replica.blocks) == len({id_ for holder in holders for id_ in holder.held})
-    used = {id(holders_) for holders_ in replica.blocks._blocks.values()}
+    used = {id(holders_) for part in replica.blocks._parts for holders_ in part.values()}
     assert len(used) == replica.blocks.num_holder_sets
 
 
@@ -159,9 +161,9 @@ def test_a_whole_set_replaces_the_old_one_only_when_it_is_complete() -> None:
     staged = holder.messages()
     assert len(staged) == 2
     assert deliver(replica, holder, *staged[0]) is Applied.YES
-    assert len(replica.locations["worker/a"].tiers) == 600
+    assert replica.locations["worker/a"].num_blocks == 600
     assert deliver(replica, holder, *staged[1]) is Applied.YES
-    assert list(replica.locations["worker/a"].tiers) == many[:500]
+    assert set(held_by(replica, "worker/a") or ()) == set(many[:500])
 
 
 def test_the_end_of_a_whole_set_without_its_beginning_asks_for_a_resync() -> None:
@@ -180,7 +182,7 @@ def test_a_digest_that_differs_is_noticed() -> None:
     holder.add(0, 5, 0)
     (message,) = holder.messages()
     deliver(replica, holder, *message)
-    replica._remove(replica.locations["worker/a"], CHAINS[0][4:5])
+    replica.blocks.remove(replica.locations["worker/a"].held, CHAINS[0][4:5])
     holder.add(1, 1, 0)
     (message,) = holder.messages()
     assert deliver(replica, holder, *message) is Applied.DIVERGED
@@ -200,6 +202,6 @@ def test_changes_between_the_parts_of_a_whole_set_are_kept() -> None:
     deliver(replica, holder, Header(1, 1, first.kind, first.count, first.xor), first)
     for message in holder.messages():
         assert deliver(replica, holder, *message) is Applied.YES
-    assert set(replica.locations["worker/a"].tiers) == {*many[:10], *many[11:599], CHAINS[2][0]}
+    assert set(held_by(replica, "worker/a") or ()) == {*many[:10], *many[11:599], CHAINS[2][0]}
     assert len(holder.announced) == 599
     assert replica.locations["worker/a"].agrees(*holder.announced.digest)
