@@ -38,7 +38,7 @@ ctl.command()(load)
 ctl.command()(unload)
 app.add_typer(ctl, name="ctl")
 app.add_typer(models, name="models")
-for command in (service.bench, service.gateway, service.router, service.kvstore, service.worker):
+for command in (service.bench, service.gateway, service.router, service.kvstore, service.worker, service.simulate):
     app.command(context_settings=service.PASS_THROUGH)(command)
 
 

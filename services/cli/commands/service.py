@@ -1,4 +1,4 @@
-"""Commands that become another program: the services and the load generator."""
+"""Commands that become another program: the services, the load generator and the simulator."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def bench(context: typer.Context) -> None:
     if not {"--url", "--direct", "--help"} & {argument.partition("=")[0] for argument in arguments}:
         arguments = ["--url", api_url("", None), *arguments]
     _become("bench.serving", arguments)
+
+
+def simulate(context: typer.Context) -> None:
+    """Run a trace through a simulated cluster, or find how many workers it needs; `--help` lists the flags."""
+    _become("services.router.simulator", context.args)
 
 
 def _become(module: str, arguments: list[str]) -> None:

@@ -1,0 +1,1 @@
+"""A discrete-event simulation of a cluster that drives the router's own decisions: no sockets, no clock."""

@@ -1,0 +1,316 @@
+"""One run: requests arrive, the router decides, workers compute. Deterministic; all time is simulated.
+
+The gateway is as plain as it can be: what the router calls OVERLOADED waits in one line, whose first asks again when
+something ends or after a pause; any other refusal is final. A worker whose state no longer fits answers STALE, and
+the request joins the line. When a worker dies its requests are placed again, with the tokens they have so far as part
+of their prompt, once its silence has lasted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from services.router.admission import AdmissionConfig
+from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Refused
+from services.router.placement import PlacementConfig
+from services.router.simulator.job import Job, WorkerProfile
+from services.router.simulator.mesh_view import MODEL, MODEL_DIGEST, REPORT_EVERY_S, Delays, MeshView
+from services.router.simulator.trace import Trace, TraceRequest
+from services.router.simulator.worker import SimWorker
+from services.router.workers import SUSPECT_S
+
+_RETRY_S = 0.05
+# What clients allow an answer; nobody knows beforehand how long it will be.
+_MAX_OUTPUT_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A cluster, how it decides, what clients want of it, and what befalls it.
+
+    lost_workers die together when half of the requests have arrived. patience_s: a request that has waited in the line
+    for longer is refused.
+    """
+
+    profile: WorkerProfile
+    num_workers: int
+    policy: str
+    max_queue_s: float
+    ttft_objective_s: float = 2.0
+    tpot_objective_s: float = 0.1
+    patience_s: float = 10.0
+    lost_workers: int = 0
+    seed: int = 0
+    delays: Delays = field(default_factory=Delays)
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What became of a request; times are absolute, -1 where there is none."""
+
+    request: TraceRequest
+    index: int
+    arrived_s: float
+    attempts: int = 0
+    refused: bool = False
+    worker: int = -1
+    cached_tokens: int = 0
+    predicted_ttft_s: float = 0.0
+    first_token_s: float = -1.0
+    ended_s: float = -1.0
+    output_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.first_token_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of each further token, 0 where there is none."""
+        further = self.request.output_tokens - 1
+        return (self.ended_s - self.first_token_s) / further if further else 0.0
+
+
+class Simulation:
+    """`run` once."""
+
+    def __init__(self, scenario: Scenario, trace: Trace) -> None:
+        self._scenario = scenario
+        self._random = Random(scenario.seed)
+        config = PlacementConfig(scenario.policy, AdmissionConfig(scenario.max_queue_s))
+        self._view = MeshView(config, scenario.profile, scenario.num_workers, scenario.delays)
+        self.workers = [SimWorker(scenario.profile) for _ in range(scenario.num_workers)]
+        self._alive = [True] * scenario.num_workers
+        self._phases = [self._random.random() * REPORT_EVERY_S for _ in self.workers]
+        self._reporting = [False] * scenario.num_workers
+        self._next_s = [math.inf] * scenario.num_workers
+        self.outcomes = [Outcome(request, at, request.arrival_s) for at, request in enumerate(trace.requests)]
+        self._followers = self._chain()
+        self._arrived = 0
+        self._line: deque[Outcome] = deque()
+        self._line_timer = False
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self.now_s = 0.0
+
+    def run(self) -> list[Outcome]:
+        """Until every request has ended."""
+        followers = {outcome.index for queue in self._followers.values() for outcome in queue}
+        for outcome in self.outcomes:
+            if outcome.index not in followers:
+                self._at(outcome.arrived_s, self._arrival_of(outcome))
+        while self._events:
+            self.now_s, _, act = heapq.heappop(self._events)
+            act()
+        return self.outcomes
+
+    def _at(self, at_s: float, act: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (at_s, self._order, act))
+
+    def _chain(self) -> dict[str, deque[Outcome]]:
+        """Of each session all but its first request."""
+        sessions: defaultdict[str, deque[Outcome]] = defaultdict(deque)
+        for outcome in self.outcomes:
+            if outcome.request.session:
+                sessions[outcome.request.session].append(outcome)
+        for queue in sessions.values():
+            queue.popleft()
+        return dict(sessions)
+
+    def _arrival_of(self, outcome: Outcome) -> Callable[[], None]:
+        return lambda: self._arrive(outcome)
+
+    def _arrive(self, outcome: Outcome) -> None:
+        outcome.arrived_s = self.now_s
+        self._arrived += 1
+        if self._scenario.lost_workers and self._arrived == (len(self.outcomes) + 1) // 2:
+            self._lose_workers()
+        if not self.workers[0].fits(outcome.request.prompt_tokens, outcome.request.output_tokens):
+            self._refuse(outcome)
+        elif self._line:
+            self._line.append(outcome)
+        elif not self._place(outcome):
+            self._wait(outcome)
+
+    def _wait(self, outcome: Outcome) -> None:
+        self._line.append(outcome)
+        self._start_line_timer()
+
+    def _start_line_timer(self) -> None:
+        if self._line and not self._line_timer:
+            self._line_timer = True
+            self._at(self.now_s + _RETRY_S, self._on_line_timer)
+
+    def _on_line_timer(self) -> None:
+        self._line_timer = False
+        self._serve_line()
+        self._start_line_timer()
+
+    def _serve_line(self) -> None:
+        """The first asks; when it gets a place the next one's turn has come."""
+        while self._line:
+            first = self._line[0]
+            if self.now_s - first.arrived_s > self._scenario.patience_s and not first.output_tokens:
+                self._refuse(self._line.popleft())
+            elif self._place(first):
+                self._line.popleft()
+            else:
+                return
+
+    def _place(self, outcome: Outcome) -> bool:
+        """Ask the router; False when the request has to wait."""
+        outcome.attempts += 1
+        ask = self._ask(outcome)
+        answer = self._view.ask(ask, self.now_s)
+        if isinstance(answer, Refused):
+            if answer.reason is RefusalReason.OVERLOADED or outcome.output_tokens:
+                return False
+            self._refuse(outcome)
+            return True
+        if not outcome.predicted_ttft_s:
+            outcome.predicted_ttft_s = self.now_s - outcome.arrived_s + answer.predicted_ttft_s
+        self._send(outcome, ask.id, answer)
+        return True
+
+    def _ask(self, outcome: Outcome) -> Ask:
+        request, scenario = outcome.request, self._scenario
+        left_s = scenario.ttft_objective_s - (self.now_s - outcome.arrived_s)
+        return Ask(
+            id=AttemptId(f"r{outcome.index}", outcome.attempts),
+            model=MODEL,
+            model_digest=MODEL_DIGEST,
+            block_ids=list(request.block_ids),
+            prompt_tokens=request.prompt_tokens + outcome.output_tokens,
+            max_output_tokens=_MAX_OUTPUT_TOKENS,
+            ttft_objective_s=0.0 if outcome.output_tokens else max(1e-3, left_s),
+            tpot_objective_s=scenario.tpot_objective_s,
+        )
+
+    def _send(self, outcome: Outcome, attempt: AttemptId, placement: Placement) -> None:
+        number = self._view.number_of(placement)
+        request = outcome.request
+        job = Job(
+            key=(outcome, attempt),
+            prompt_tokens=request.prompt_tokens + outcome.output_tokens,
+            output_tokens=request.output_tokens - outcome.output_tokens,
+            block_ids=request.block_ids,
+        )
+        self._at(self.now_s + self._scenario.delays.hop_s, lambda: self._submit(number, job, placement.local_blocks))
+
+    def _submit(self, number: int, job: Job, local_blocks: int) -> None:
+        outcome, attempt = _key(job)
+        worker = self.workers[number]
+        outcome.worker = number
+        if not self._alive[number]:
+            self._at(self.now_s + SUSPECT_S, lambda: self._rescue(job))
+        elif worker.is_stale(job, local_blocks):
+            self._view.report(number, worker, self.now_s)
+            self._view.done(attempt, self.now_s, outcome="stale")
+            self._wait(outcome)
+        else:
+            worker.submit(job, self.now_s)
+            self._after(number, admitted=(str(attempt),))
+
+    def _after(self, number: int, *, admitted: tuple[str, ...] = (), ended: tuple[str, ...] = ()) -> None:
+        """A worker has changed: tell the router, and come back when it changes next."""
+        worker = self.workers[number]
+        if admitted or ended:
+            self._view.report(number, worker, self.now_s, admitted=admitted, ended=ended)
+        end_s = worker.end_s
+        if end_s < math.inf and end_s != self._next_s[number]:
+            self._next_s[number] = end_s
+            self._at(end_s, lambda: self._step(number, end_s))
+        if not self._reporting[number] and not worker.is_idle:
+            self._reporting[number] = True
+            self._report_later(number)
+
+    def _report_later(self, number: int) -> None:
+        phase_s = self._phases[number]
+        turns = math.floor((self.now_s - phase_s) / REPORT_EVERY_S + 1e-9) + 1
+        self._at(phase_s + turns * REPORT_EVERY_S, lambda: self._report(number))
+
+    def _report(self, number: int) -> None:
+        """The periodic report; an idle worker's last one says so."""
+        worker = self.workers[number]
+        self._reporting[number] = self._alive[number] and not worker.is_idle
+        if self._alive[number]:
+            self._view.report(number, worker, self.now_s)
+        if self._reporting[number]:
+            self._report_later(number)
+
+    def _step(self, number: int, end_s: float) -> None:
+        worker = self.workers[number]
+        # A segment that was cut short has ended before, and its old end means nothing.
+        if worker.end_s != end_s:
+            return
+        self._next_s[number] = math.inf
+        advanced = worker.advance()
+        self._view.announce(number, *worker.cache.take_changes(), self.now_s)
+        for job in advanced.first_tokens:
+            outcome, _ = _key(job)
+            if outcome.first_token_s < 0:
+                outcome.first_token_s = self.now_s + self._scenario.delays.hop_s
+                outcome.cached_tokens = job.hit_blocks * worker.profile.block_tokens
+        ended = tuple(str(_key(job)[1]) for job in advanced.finished)
+        self._after(number, ended=ended)
+        for job in advanced.finished:
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        outcome, attempt = _key(job)
+        outcome.ended_s = self.now_s + self._scenario.delays.hop_s
+        outcome.output_tokens = outcome.request.output_tokens
+        self._view.done(
+            attempt, self.now_s, outcome="ok", ttft_s=outcome.ttft_s, output_tokens=outcome.request.output_tokens
+        )
+        self._follow(outcome)
+        self._serve_line()
+
+    def _refuse(self, outcome: Outcome) -> None:
+        outcome.refused = True
+        self._follow(outcome)
+
+    def _follow(self, outcome: Outcome) -> None:
+        """The session's next request comes when it came in the trace, but not before this one's answer."""
+        queue = self._followers.get(outcome.request.session)
+        if queue:
+            following = queue.popleft()
+            gap_s = following.request.arrival_s - outcome.request.arrival_s
+            self._at(max(self.now_s, outcome.arrived_s + gap_s), self._arrival_of(following))
+
+    def _lose_workers(self) -> None:
+        numbers = self._random.sample(range(len(self.workers)), self._scenario.lost_workers)
+        self._view.lose(numbers)
+        for number in numbers:
+            self._alive[number] = False
+            for job in self.workers[number].lose(self.now_s):
+                self._at(self.now_s + SUSPECT_S, self._rescue_of(job))
+
+    def _rescue_of(self, job: Job) -> Callable[[], None]:
+        return lambda: self._rescue(job)
+
+    def _rescue(self, job: Job) -> None:
+        """The gateway has noticed that the worker is gone."""
+        outcome, attempt = _key(job)
+        outcome.output_tokens += job.generated
+        self._view.done(attempt, self.now_s, outcome="worker_failed")
+        if self._line or not self._place(outcome):
+            self._wait(outcome)
+
+
+def _key(job: Job) -> tuple[Outcome, AttemptId]:
+    assert isinstance(job.key, tuple)
+    return job.key
+
+
+def simulate(scenario: Scenario, trace: Trace) -> tuple[list[Outcome], Sequence[SimWorker]]:
+    """Run `trace` through the cluster; what became of each request, and the workers at the end."""
+    simulation = Simulation(scenario, trace)
+    return simulation.run(), simulation.workers

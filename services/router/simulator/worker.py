@@ -1,0 +1,308 @@
+"""A simulated worker: continuous batching with chunked prefill over a prefix cache, advanced in closed form. Pure.
+
+The rules are those of the real scheduler: decoding sequences come first with one token each, then prompts in order of
+arrival share what is left of the step's token budget, and a waiting prompt starts with the blocks that the cache has
+by then. Steps of the same composition make one segment, which ends where the composition changes: at the last chunk
+of a prompt, the end of an answer, a shortage of blocks, or the first step after something arrived. So a worker is
+advanced once for each segment, at `end_s`, and not once for each step.
+
+The room of decoded tokens is counted for all sequences together, so blocks that are partly filled are counted once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+
+from services.common.blocks import BlockId
+from services.router.simulator.block_cache import BlockCache
+from services.router.simulator.job import Advanced, Job, WorkerProfile, WorkerState
+from services.router.simulator.learned_rates import LearnedRates
+
+# However many decode, a step computes at least this many prompt tokens, as in the real scheduler.
+MIN_PREFILL_TOKENS = 32
+
+
+class SimWorker:
+    """`submit` requests, and `advance` at every `end_s`; both raise it."""
+
+    def __init__(self, profile: WorkerProfile) -> None:
+        self.profile = profile
+        self.cache = BlockCache(profile.num_blocks)
+        self.rates = LearnedRates(profile.time_model.prefill_tokens_per_s, profile.time_model.step_s(0, 1))
+        self.end_s = math.inf
+        self.busy_s = 0.0
+        self.prefilled_tokens = 0
+        self.preemptions = 0
+        self._arrivals = 0
+        self._waiting: deque[Job] = deque()
+        self._prefilling: dict[Job, None] = {}
+        self._decoding: dict[Job, None] = {}
+        self._finishing: list[tuple[int, int, Job]] = []
+        self._decoded_steps = 0
+        # Tokens decoded by those that decode now, and the blocks they take.
+        self._grown_tokens = 0
+        self._grown_blocks = 0
+        self._waiting_tokens = 0
+        self._expected: dict[Job, int] = {}
+        self._start_s = 0.0
+        self._step_s = 0.0
+        self._steps = 0
+        self._chunks: list[tuple[Job, int]] = []
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All that are here, in no particular order."""
+        return [*self._decoding, *self._prefilling, *self._waiting]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self._decoding or self._prefilling or self._waiting)
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Whether such a request could ever be served."""
+        return self._blocks(prompt_tokens + output_tokens) + 1 <= self.profile.num_blocks
+
+    def is_stale(self, job: Job, expected_hit_blocks: int) -> bool:
+        """Whether the decision for `job` no longer fits: more would wait than may, or than the decision knew of."""
+        if self.is_idle:
+            return False
+        places, blocks, excess = self._room()
+        hits = self.cache.match(self._usable(job))
+        tokens = job.known_tokens - hits * self.profile.block_tokens
+        excess = excess + tokens if places < 1 or self._blocks(tokens) > blocks else 0
+        excess += max(0, expected_hit_blocks - hits) * self.profile.block_tokens
+        return excess > self.profile.max_queue_s * self.rates.prefill_tokens_per_s
+
+    def submit(self, job: Job, now_s: float) -> None:
+        """Take a request in; it joins the first step that begins after now."""
+        self._arrivals += 1
+        job.arrival = self._arrivals
+        was_blocked = bool(self._waiting)
+        self._wait(job)
+        if self.end_s == math.inf:
+            self._plan(now_s)
+        elif not self._chunks and not was_blocked:
+            self._cut(now_s)
+
+    def advance(self) -> Advanced:
+        """The segment is over: take its results in and begin the next."""
+        result = Advanced()
+        now_s, steps = self.end_s, self._steps
+        decoding = len(self._decoding)
+        prefilled = sum(tokens for _, tokens in self._chunks)
+        self.rates.observe(prefilled, decoding, self._step_s, steps)
+        self.busy_s += steps * self._step_s
+        self.prefilled_tokens += prefilled * steps
+        self._decoded_steps += steps
+        self._grow(decoding * steps)
+        while self._finishing and self._finishing[0][0] <= self._decoded_steps:
+            job = heapq.heappop(self._finishing)[2]
+            if job in self._decoding:
+                self._stop_decoding(job)
+                result.finished.append(job)
+        for job, tokens in self._chunks:
+            job.missing -= tokens * steps
+            self._register(job)
+            if not job.missing:
+                self._draw(job, now_s, result)
+        for job in result.finished:
+            self._free(job)
+        self._plan(now_s)
+        return result
+
+    def state(self, now_s: float) -> WorkerState:
+        """As of now, within the present segment."""
+        done = self._steps_done(now_s)
+        computed = done * sum(tokens for _, tokens in self._chunks)
+        queued = sum(job.missing for job in self._prefilling) + self._waiting_tokens
+        grown = self._blocks(self._grown_tokens + done * len(self._decoding)) - self._grown_blocks
+        return WorkerState(
+            running=len(self._decoding) + len(self._prefilling),
+            waiting=len(self._waiting),
+            queued_prefill_tokens=queued - computed,
+            decoding=len(self._decoding),
+            free_blocks=self.cache.available - grown,
+        )
+
+    def lose(self, now_s: float) -> list[Job]:
+        """The worker has died: its jobs, in order of arrival, with what each had drawn by now. It stays empty."""
+        # What the last step draws has left nobody yet.
+        self._decoded_steps += min(self._steps_done(now_s), max(0, self._steps - 1))
+        jobs = sorted(self.jobs, key=lambda job: job.arrival)
+        for job in jobs:
+            if job in self._decoding:
+                job.generated = job.output_tokens - (job.finish_at - self._decoded_steps)
+        self.cache = BlockCache(self.profile.num_blocks)
+        for pool in (self._waiting, self._prefilling, self._decoding, self._finishing, self._expected, self._chunks):
+            pool.clear()
+        self._grown_tokens = self._grown_blocks = self._waiting_tokens = 0
+        self.end_s = math.inf
+        return jobs
+
+    def _steps_done(self, now_s: float) -> int:
+        if self.end_s == math.inf:
+            return 0
+        return min(self._steps, max(0, int((now_s - self._start_s) / self._step_s + 1e-9)))
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.profile.block_tokens)
+
+    def _usable(self, job: Job) -> tuple[BlockId, ...]:
+        """Blocks that need not be computed: the last known token always is."""
+        return job.block_ids[: (job.known_tokens - 1) // self.profile.block_tokens]
+
+    def _wait(self, job: Job, *, first: bool = False) -> None:
+        hits = self.cache.match(self._usable(job))
+        expected = job.known_tokens - hits * self.profile.block_tokens
+        self._expected[job] = expected
+        self._waiting_tokens += expected
+        if first:
+            self._waiting.appendleft(job)
+        else:
+            self._waiting.append(job)
+
+    def _room(self) -> tuple[int, int, int]:
+        """Places and blocks left once everything here that can run does, and the tokens of what cannot."""
+        places = self.profile.max_running - len(self._decoding) - len(self._prefilling)
+        blocks, queued = self.cache.available, 0
+        for job in self._waiting:
+            needed = self._blocks(self._expected[job])
+            if places > 0 and needed <= blocks:
+                places, blocks = places - 1, blocks - needed
+            else:
+                queued += self._expected[job]
+        return places, blocks, queued
+
+    def _plan(self, now_s: float) -> None:
+        """Begin the next segment."""
+        while self._decoding and self._growth_room() < len(self._decoding):
+            self._preempt()
+        decoding, most = len(self._decoding), self.profile.step_token_budget
+        budget = max(most - decoding, min(most, MIN_PREFILL_TOKENS))
+        self._chunks = self._take_chunks(budget)
+        prefill = sum(tokens for _, tokens in self._chunks)
+        if not prefill and not decoding:
+            self.end_s = math.inf
+            return
+        # What has just started took blocks; the first step's growth is seen to by the reserve of `_start`.
+        steps = max(1, self._growth_room() // decoding) if decoding else math.inf
+        if decoding:
+            steps = min(steps, self._next_finish() - self._decoded_steps)
+        if prefill:
+            job, tokens = self._chunks[0]
+            alone = len(self._chunks) == 1 and tokens == budget
+            steps = min(steps, max(1, (job.missing - 1) // tokens) if alone else 1)
+        self._begin(now_s, self.profile.time_model.step_s(prefill, decoding), int(steps))
+
+    def _begin(self, now_s: float, step_s: float, steps: int) -> None:
+        self._start_s, self._step_s, self._steps = now_s, step_s, steps
+        self.end_s = now_s + steps * step_s
+
+    def _cut(self, now_s: float) -> None:
+        """End the segment with the step that runs now."""
+        steps = math.ceil((now_s - self._start_s) / self._step_s - 1e-9)
+        self._begin(self._start_s, self._step_s, max(1, min(self._steps, steps)))
+
+    def _take_chunks(self, budget: int) -> list[tuple[Job, int]]:
+        chunks: list[tuple[Job, int]] = []
+        for job in self._prefilling:
+            if not budget:
+                return chunks
+            chunks.append((job, min(job.missing, budget)))
+            budget -= chunks[-1][1]
+        while budget and self._waiting and len(self._decoding) + len(self._prefilling) < self.profile.max_running:
+            if not self._start(self._waiting[0]):
+                # Nobody overtakes a sequence that lacks blocks, or it might wait for ever.
+                break
+            job = self._waiting.popleft()
+            chunks.append((job, min(job.missing, budget)))
+            budget -= chunks[-1][1]
+        return chunks
+
+    def _start(self, job: Job) -> bool:
+        """Take hits and blocks for all known tokens; False, and nothing taken, when blocks are missing."""
+        usable = self._usable(job)
+        hits = self.cache.match(usable)
+        held = usable[:hits]
+        needed = self._blocks(job.known_tokens) - hits
+        running = len(self._decoding) + len(self._prefilling)
+        # Running sequences need a block each before long: starting without a reserve would preempt at once.
+        if needed + running > self.cache.available - self.cache.count_idle(held):
+            return False
+        self.cache.hold(held)
+        self.cache.take(needed)
+        job.shared, job.private = hits, needed
+        job.missing = job.known_tokens - hits * self.profile.block_tokens
+        job.hit_blocks = hits if job.hit_blocks < 0 else job.hit_blocks
+        self._waiting_tokens -= self._expected.pop(job)
+        self._prefilling[job] = None
+        return True
+
+    def _register(self, job: Job) -> None:
+        """What is computed of a prompt becomes reusable, block by block."""
+        computed = (job.known_tokens - job.missing) // self.profile.block_tokens
+        new = job.block_ids[job.shared : computed]
+        self.cache.register(new)
+        job.shared += len(new)
+        job.private -= len(new)
+
+    def _draw(self, job: Job, now_s: float, result: Advanced) -> None:
+        """A prompt is computed: its next token comes with this step."""
+        del self._prefilling[job]
+        job.generated += 1
+        if job.first_token_s < 0:
+            job.first_token_s = now_s
+            result.first_tokens.append(job)
+        if job.generated >= job.output_tokens:
+            result.finished.append(job)
+            return
+        job.finish_at = self._decoded_steps + job.output_tokens - job.generated
+        self._decoding[job] = None
+        heapq.heappush(self._finishing, (job.finish_at, job.arrival, job))
+
+    def _next_finish(self) -> int:
+        while True:
+            finish_at, _, job = self._finishing[0]
+            if job in self._decoding and job.finish_at == finish_at:
+                return finish_at
+            heapq.heappop(self._finishing)
+
+    def _stop_decoding(self, job: Job) -> None:
+        """It decodes no more; its decoded tokens are its own until it is freed."""
+        drawn = job.output_tokens - (job.finish_at - self._decoded_steps)
+        self._grow(job.generated - drawn)
+        job.generated = drawn
+        del self._decoding[job]
+
+    def _free(self, job: Job) -> None:
+        self.cache.release(job.block_ids[: job.shared])
+        self.cache.give_back(job.private)
+        job.shared = job.private = 0
+
+    def _growth_room(self) -> int:
+        """Tokens that can be decoded before blocks run out."""
+        block_tokens = self.profile.block_tokens
+        return (self._grown_blocks + self.cache.available) * block_tokens - self._grown_tokens
+
+    def _grow(self, tokens: int) -> None:
+        self._grown_tokens += tokens
+        blocks = self._blocks(self._grown_tokens)
+        if blocks > self._grown_blocks:
+            self.cache.take(blocks - self._grown_blocks)
+        else:
+            self.cache.give_back(self._grown_blocks - blocks)
+        self._grown_blocks = blocks
+
+    def _preempt(self) -> None:
+        """The one that came last gives up its blocks and waits; it computes again what is not cached then."""
+        self.preemptions += 1
+        job = max((*self._decoding, *self._prefilling), key=lambda one: one.arrival)
+        if job in self._decoding:
+            self._stop_decoding(job)
+        else:
+            del self._prefilling[job]
+        self._free(job)
+        self._wait(job, first=True)
