@@ -1,8 +1,8 @@
 """Names of everything that a mesh keeps in Redis.
 
 Keys that one script touches share a hash tag, so that Redis Cluster keeps them together: `{mesh:registry}` for the
-registry, `{mesh:generations}` for the generations of tenants, `{mesh:artifacts}` for model artifacts and
-`{mesh:<shard>}` for the block sets of the locations of one shard.
+registry, `{mesh:generations}` for the generations of tenants, `{mesh:artifacts}` for model artifacts, `{mesh:news}` for
+what routers tell each other and `{mesh:<shard>}` for the block sets of the locations of one shard.
 """
 
 from __future__ import annotations
@@ -117,6 +117,11 @@ class KeySpace:
         """Keys of model artifacts."""
         base = f"{{{self.mesh}:artifacts}}:{FORMAT}"
         return ArtifactKeys(f"{base}:readers", base)
+
+    @property
+    def news(self) -> str:
+        """Stream of what routers tell each other."""
+        return f"{{{self.mesh}:news}}:{FORMAT}:news"
 
     def shard(self, number: int) -> ShardKeys:
         """Keys of one shard."""

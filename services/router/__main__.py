@@ -24,6 +24,7 @@ from services.router.decisions import Decisions
 from services.router.index.follower import IndexFollower
 from services.router.metrics import RouterMetrics, observe_gauges, observe_total
 from services.router.models_feed import ModelsFeed
+from services.router.news.exchange import NewsExchange
 from services.router.placement import PlacementConfig
 from services.router.service import RouterService
 from services.router.watch import WorkerWatcher
@@ -66,6 +67,11 @@ class _Router:
         self._watcher = WorkerWatcher(self.decisions.table, secret, self.decisions.holders.changed)
         self._registry.subscribe(self._registry_changed)
         self._feed = ModelsFeed(self.decisions.table)
+        # Settings may give several routers one instance name; its news is told apart by this one.
+        router = generated_instance(settings.service)
+        self._news = NewsExchange(
+            self._client, router, self.decisions.outbox, self.decisions.take_in, health=self._health
+        )
         self._server = MeshServer(settings.listen, secret=secret)
         self._server.add(
             router_pb2_grpc.add_RouterServicer_to_server,
@@ -77,7 +83,7 @@ class _Router:
         """Serve until `stop`. Raises RuntimeError when the address is taken."""
         try:
             async with asyncio.TaskGroup() as group:
-                parts = (self._registry, self._follower, self._watcher, self._feed)
+                parts = (self._registry, self._follower, self._watcher, self._feed, self._news)
                 tasks = [group.create_task(part.run()) for part in parts]
                 await self._serve(metrics_address, stop)
                 for task in tasks:

@@ -11,9 +11,13 @@ import structlog
 from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
 from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Refused, WorkerId
+from services.router.gateway_queues import GatewayQueues
 from services.router.holders import Holders
 from services.router.index.replica import Replica
 from services.router.metrics import RouterMetrics
+from services.router.news.intake import take_in
+from services.router.news.messages import ClosedNews, GrantedNews, News
+from services.router.news.outbox import NewsOutbox
 from services.router.placement import PlacementConfig, Placer
 from services.router.workers import PendingAttempt, WorkerTable
 
@@ -48,6 +52,9 @@ class Decisions:
         self.kvstores: dict[str, LocationRecord] = {}
         self.holders = Holders(self.replica, self.table, self.kvstores)
         self._placer = Placer(config, self.table, self.holders)
+        self.gateway_queues = GatewayQueues()
+        # What other routers are to be told.
+        self.outbox = NewsOutbox()
         self._health = health
         self._metrics = metrics
 
@@ -90,6 +97,7 @@ class Decisions:
         if entry is None:
             return
         self.table.end(entry.worker_id, attempt, now_s)
+        self.outbox.put(ClosedNews(entry.worker_id, attempt))
         if outcome == "ok" and output_tokens:
             self._placer.output_tokens.update(output_tokens / entry.num_choices)
         self._metrics.closed(entry.policy, outcome, entry.predicted_ttft_s, ttft_s)
@@ -104,6 +112,10 @@ class Decisions:
                 actual_ttft_s=round(ttft_s, 6),
             )
 
+    def take_in(self, news: News, now_s: float) -> None:
+        """Another router has told something."""
+        take_in(news, self.table, self.gateway_queues, now_s)
+
     def indexed_blocks(self, location: str) -> int:
         """Blocks that the index has of a location."""
         known = self.replica.locations.get(location)
@@ -112,6 +124,7 @@ class Decisions:
     def _enter(self, ask: Ask, placement: Placement, opened: OpenAttempts, now_s: float) -> None:
         pending = PendingAttempt(placement.prefill_tokens, placement.num_blocks, now_s, placement.pulled_bytes)
         self.table.grant(placement.worker_id, ask.id, pending)
+        self.outbox.put(GrantedNews(placement.worker_id, placement.worker_epoch, ask.id, pending))
         opened[ask.id] = OpenAttempt(
             placement.worker_id, placement.policy, placement.predicted_ttft_s, max(1, ask.num_choices)
         )

@@ -18,6 +18,7 @@ from services.router.link_table import LinkTable
 from services.router.own_pauses import OwnPauses
 from services.router.policies.view import WORKER_ROW, WorkerRows
 from services.router.rates import StepSlope
+from services.router.recent_names import RecentNames
 
 # A worker whose reports or whose steps (while it has work) stand still for this long is suspect.
 SUSPECT_S = 1.0
@@ -47,6 +48,8 @@ class Worker:
     progress: int = -1
     pending: dict[str, PendingAttempt] = field(default_factory=dict)
     slope: StepSlope = field(default_factory=StepSlope)
+    # Attempts that reports have lately shown to be admitted or ended.
+    shown: RecentNames = field(default_factory=RecentNames)
 
 
 def host_number(host: str) -> int:
@@ -146,6 +149,7 @@ class WorkerTable:
         row["decoding"] = load.decoding_sequences
         row["free_blocks"] = load.free_blocks
         self._learn(worker, load)
+        worker.shown.add((*load.admitted, *load.ended))
         for key in (*load.admitted, *load.ended):
             self._end_pending(worker, key)
         self._count_pending(worker, now_s)

@@ -66,12 +66,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.WorkerReport]:
         yield worker_pb2.WorkerReport(identity=self._identity())
+        told = 0
         while True:
             if not self.silent:
                 load = worker_pb2.WorkerLoad()
                 load.CopyFrom(self.load)
-                load.admitted.extend(self._admitted)
-                self._admitted.clear()
+                load.admitted.extend(self._admitted[told:])
+                told = len(self._admitted)
                 yield worker_pb2.WorkerReport(load=load)
             await asyncio.sleep(0.05)
 
