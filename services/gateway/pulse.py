@@ -1,6 +1,7 @@
 """One timer for all streams: it notices silent workers and silent streams, so that no token pays for a timer.
 
-It also sees how far the event loop is behind, and derives the pace at which streams write.
+It also sees how far the event loop is behind, and derives the pace at which streams write. It stands still while
+nothing is registered, and beats slowly while there is nothing to pace.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ class Pulsed(Protocol):
 
 
 class Pulse:
-    """Calls `pulse` of everything registered, every `interval_s`."""
+    """Calls `pulse` of everything registered, every `interval_s`; every `paced_interval_s` while writes are paced."""
 
-    def __init__(self, interval_s: float) -> None:
+    def __init__(self, interval_s: float, paced_interval_s: float) -> None:
         self._interval_s = interval_s
+        self._paced_interval_s = min(interval_s, paced_interval_s)
         self._members: set[Pulsed] = set()
+        self._wanted = asyncio.Event()
         self.lag_s = 0.0
         self.pace_s = 0.0
 
     def add(self, member: Pulsed) -> None:
         """Register."""
         self._members.add(member)
+        self._wanted.set()
 
     def discard(self, member: Pulsed) -> None:
         """Unregister; idempotent."""
@@ -49,12 +53,22 @@ class Pulse:
     def __len__(self) -> int:
         return len(self._members)
 
+    @property
+    def is_still(self) -> bool:
+        """Whether it waits, without a timer, for something to be registered."""
+        return not self._wanted.is_set()
+
     async def run(self) -> None:
         """Beat until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due_s = loop.time() + self._interval_s
-            await asyncio.sleep(self._interval_s)
+            if not self._members:
+                self.lag_s = self.pace_s = 0.0
+                self._wanted.clear()
+                await self._wanted.wait()
+            interval_s = self._paced_interval_s if self.pace_s else self._interval_s
+            due_s = loop.time() + interval_s
+            await asyncio.sleep(interval_s)
             now_s = loop.time()
             self.lag_s += (max(0.0, now_s - due_s) - self.lag_s) / 4
             self.pace_s = pace_of(self.lag_s)

@@ -7,6 +7,7 @@ again on the next router; attempts already granted are no concern of the new one
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class RouterClient:
         self._silence_s = silence_s if len(addresses) > 1 else ask_timeout_s
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._outbox: asyncio.Queue[RouteRequest] = asyncio.Queue(_OUTBOX_MESSAGES)
+        self._asked = asyncio.Event()
         self._heard_at_s = 0.0
         self.failovers = 0
         self.dropped_dones = 0
@@ -95,6 +97,7 @@ class RouterClient:
         key = (ask.request_id, ask.attempt)
         pending = _Pending(ask, deadline_at_s, asyncio.get_running_loop().create_future())
         self._pending[key] = pending
+        self._asked.set()
         now_s = time.monotonic()
         try:
             self._outbox.put_nowait(pending.message(now_s))
@@ -194,11 +197,13 @@ class RouterClient:
             pending.answer.set_exception(refusal_error(answer))
 
     async def _watch_silence(self, call: Call) -> None:
+        """Raise _RouterLost when asks stay unanswered; without any, wait without a timer."""
         while True:
+            if not self._pending:
+                self._asked.clear()
+                await self._asked.wait()
             await asyncio.sleep(_WATCHDOG_S)
-            asked_at_s = min((pending.sent_at_s for pending in self._pending.values()), default=None)
-            if asked_at_s is None:
-                continue
+            asked_at_s = min((pending.sent_at_s for pending in self._pending.values()), default=math.inf)
             if time.monotonic() - max(asked_at_s, self._heard_at_s) > self._silence_s:
                 raise _RouterLost("silent")
 

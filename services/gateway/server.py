@@ -33,7 +33,8 @@ from services.gateway.text.text_model import load_text_model
 from services.gateway.waiting_line import WaitingLine
 from services.gateway.worker_channels import WorkerChannels
 
-_PULSE_S = 0.02
+# Silence is looked for this often, and held-back events this often while writes are paced.
+_PULSE_S, _PACED_PULSE_S = 0.1, 0.02
 _DRAIN_POLL_S = 0.05
 _log = structlog.get_logger("gateway")
 
@@ -55,7 +56,7 @@ class GatewayServer:
         )
         self.channels = WorkerChannels()
         self._line = WaitingLine(max_waiting=settings.max_waiting_requests, max_wait_s=settings.max_wait_s)
-        self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4))
+        self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4), _PACED_PULSE_S)
         self._tasks: list[asyncio.Task[None]] = []
         self.core = self._build_core(settings, secret)
         self._server = MeshServer(settings.listen, secret=None)

@@ -204,7 +204,7 @@ async def test_a_failing_member_does_not_stop_the_pulse() -> None:
             if broken is self:
                 raise ZeroDivisionError
 
-    pulse, broken, sound = Pulse(0.001), Member(), Member()
+    pulse, broken, sound = Pulse(0.001, 0.001), Member(), Member()
     pulse.add(broken)
     pulse.add(sound)
     task = asyncio.create_task(pulse.run())
@@ -212,6 +212,23 @@ async def test_a_failing_member_does_not_stop_the_pulse() -> None:
     task.cancel()
     assert broken.beats == 1
     assert len(pulse) == 1
+
+
+async def test_the_pulse_stands_still_without_members() -> None:
+    class Member:
+        beats = 0
+
+        def pulse(self, now_s: float) -> None:
+            self.beats += 1
+            pulse.discard(self)
+
+    pulse, member = Pulse(0.001, 0.001), Member()
+    task = asyncio.create_task(pulse.run())
+    for beats in range(1, 4):
+        pulse.add(member)
+        await eventually(lambda beats=beats: member.beats == beats)  # type: ignore[misc]
+        await eventually(lambda: pulse.is_still)
+    task.cancel()
 
 
 async def test_an_unexpected_error_of_one_prompt_reaches_the_reader(text_model: TextModel) -> None:
