@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Period of the ticks, the delay of one that counts as a pause, and the time to read what has arrived during it.
-TICK_S = 0.1
+TICK_S = 0.25
 _PAUSE_S = 0.2
 _CATCH_UP_S = 0.5
 

@@ -3,8 +3,8 @@
 A task reads the shard's overview (locations, sequence numbers, digests), reads the sets it lacks, and follows the
 change stream from the position noted before. Every two seconds it reads the overview again: what the stream should
 have brought by then and did not, or a digest that differs, makes it read that location anew; a location whose lease
-has ended is dropped. After Redis was away or came back empty nothing is dropped for the time that holders need to
-announce again.
+has ended is dropped. A shard without locations has neither to look for and is asked less often. After Redis was away
+or came back empty nothing is dropped for the time that holders need to announce again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from services.common.announcements import Header, unpack_adds, unpack_xor
 from services.common.blocks import BlockId, split_ids
 from services.common.keys import KeySpace, ShardKeys
 from services.common.lua import LuaScript
-from services.common.redis_client import BLOCK_MS, COMMAND_TIMEOUT_S, REDIS_ERRORS, Backoff, RedisClient, RedisHealth
+from services.common.redis_client import COMMAND_TIMEOUT_S, REDIS_ERRORS, Backoff, RedisClient, RedisHealth
 from services.common.registry import FREEZE_S
 from services.router.index.replica import Applied, Location, Replica
 
 OVERVIEW_EVERY_S = 2.0
+EMPTY_OVERVIEW_EVERY_S = 10.0
 _READ_ENTRIES = 256
 _SCAN_ENTRIES = 2_000
 # Entries handled between two yields to the event loop: about a millisecond's worth.
@@ -121,14 +122,18 @@ class _Shard:
         while True:
             self._health.answered()
             backoff.reset()
-            due_s = time.monotonic() + OVERVIEW_EVERY_S
-            while time.monotonic() < due_s:
-                await self._read_changes()
+            read_s = time.monotonic()
+            while (wait_s := read_s + self._overview_every_s() - time.monotonic()) > 0:
+                await self._read_changes(wait_s)
                 if self._overview is not None and self._position >= self._overview.position:
                     await self._compare(self._overview)
                     self._overview = None
                     self.synced.set()
             await self._read_overview()
+
+    def _overview_every_s(self) -> float:
+        is_empty = self._overview is None and not self._own_locations()
+        return EMPTY_OVERVIEW_EVERY_S if is_empty else OVERVIEW_EVERY_S
 
     async def _read_overview(self) -> None:
         keys = self._keys
@@ -149,13 +154,14 @@ class _Shard:
         }
         self._overview = _Overview(_parse_position(position), holders, known)
 
-    async def _read_changes(self) -> None:
+    async def _read_changes(self, wait_s: float) -> None:
+        """Apply what the stream has; while no overview is being caught up with, wait up to `wait_s` for something."""
         pending = self._overview is not None
-        async with asyncio.timeout(COMMAND_TIMEOUT_S):
+        async with asyncio.timeout(COMMAND_TIMEOUT_S if pending else wait_s + COMMAND_TIMEOUT_S):
             reply = await self._client.xread(
                 {self._keys.changes: _format_position(self._position)},
                 count=_READ_ENTRIES,
-                block=None if pending else BLOCK_MS,
+                block=None if pending else max(1, int(wait_s * 1000)),
             )
         entries = _entries_of(reply)
         if pending and not entries and self._overview is not None:

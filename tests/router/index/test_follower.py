@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower_module, "OVERVIEW_EVERY_S", 0.2)
-    monkeypatch.setattr(follower_module, "BLOCK_MS", 100)
+    monkeypatch.setattr(follower_module, "EMPTY_OVERVIEW_EVERY_S", 1.0)
     monkeypatch.setattr(announcer_module, "RENEW_S", 0.3)
 
 
