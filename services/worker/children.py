@@ -33,6 +33,9 @@ class PartLink(Protocol):
     async def receive(self) -> Any:
         """The next message. Raises ConnectionError when the peer is gone."""
 
+    async def receive_all(self) -> list[Any]:
+        """Every message that has arrived, at least one. Raises ConnectionError when the peer is gone."""
+
 
 class Part(Protocol):
     """An engine or a mover as the front sees it: a child process, or what runs in the front's own."""

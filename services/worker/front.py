@@ -38,7 +38,7 @@ from services.worker.observation import WorkerMetrics, record_aborted_spans
 from services.worker.push_target import NO_TARGET
 from services.worker.streams import Event, RequestStream, StreamTable
 
-_CHECK_EVERY_S = 0.25
+_CHECK_EVERY_S = 0.5
 _log = structlog.get_logger()
 
 
@@ -125,9 +125,10 @@ class Front:
 
     async def _pump_engine(self) -> None:
         while True:
-            message = await self._engine.link.receive()
+            messages = await self._engine.link.receive_all()
             self.board.engine_heard(time.monotonic())
-            self._take_engine(message)
+            for message in messages:
+                self._take_engine(message)
 
     async def _pump_mover(self) -> None:
         while True:

@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ from services.worker.messages import Message
 
 MAX_FRAME_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 20
 T = TypeVar("T")
 
 
@@ -38,16 +39,17 @@ class _FrameBuffer:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         self._data += data
-        while len(self._data) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._data)
+        begin = 0
+        while len(self._data) >= begin + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data, begin)
             if length > MAX_FRAME_BYTES:
                 raise ConnectionError(f"frame of {length} bytes")
-            end = _LENGTH.size + length
+            end = begin + _LENGTH.size + length
             if len(self._data) < end:
-                return
-            frame = bytes(self._data[_LENGTH.size : end])
-            del self._data[:end]
-            yield frame
+                break
+            yield bytes(self._data[begin + _LENGTH.size : end])
+            begin = end
+        del self._data[:begin]
 
 
 class Link(Generic[T]):
@@ -70,9 +72,14 @@ class Link(Generic[T]):
 
     def send(self, message: Message) -> None:
         """Queue and try to send. Raises ConnectionError when the peer is gone or has stopped reading."""
-        frame = memoryview(encode_frame(message))
-        self._unsent.append(frame)
-        self._unsent_bytes += len(frame)
+        self.send_all((message,))
+
+    def send_all(self, messages: Sequence[Message]) -> None:
+        """The same for several, by one write as far as the socket takes it: the peer wakes once."""
+        if messages:
+            frames = memoryview(b"".join(map(encode_frame, messages)))
+            self._unsent.append(frames)
+            self._unsent_bytes += len(frames)
         if self._unsent_bytes > self._max_unsent_bytes:
             raise ConnectionError("the peer has stopped reading")
         self.flush()
@@ -95,7 +102,7 @@ class Link(Generic[T]):
         messages: list[T] = []
         with contextlib.suppress(BlockingIOError):
             while True:
-                data = self.socket.recv(1 << 20)
+                data = self.socket.recv(_READ_BYTES)
                 if not data:
                     raise ConnectionError("the peer closed the link")
                 messages.extend(self._decoder.decode(frame) for frame in self._incoming.feed(data))
@@ -115,6 +122,8 @@ class AsyncLink(Generic[T]):
         self._reader = reader
         self._writer = writer
         self._decoder = msgspec.msgpack.Decoder(receives)
+        self._incoming = _FrameBuffer()
+        self._received: deque[T] = deque()
 
     @classmethod
     async def open(cls, sock: socket.socket, receives: Any) -> AsyncLink[T]:
@@ -132,13 +141,22 @@ class AsyncLink(Generic[T]):
 
     async def receive(self) -> T:
         """The next message. Raises ConnectionError when the peer is gone."""
-        try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if length > MAX_FRAME_BYTES:
-                raise ConnectionError(f"frame of {length} bytes")
-            return self._decoder.decode(await self._reader.readexactly(length))  # type: ignore[no-any-return]
-        except asyncio.IncompleteReadError:
-            raise ConnectionError("the peer closed the link") from None
+        await self._wait()
+        return self._received.popleft()
+
+    async def receive_all(self) -> list[T]:
+        """Every message that has arrived, at least one. Raises ConnectionError when the peer is gone."""
+        await self._wait()
+        messages = list(self._received)
+        self._received.clear()
+        return messages
+
+    async def _wait(self) -> None:
+        while not self._received:
+            data = await self._reader.read(_READ_BYTES)
+            if not data:
+                raise ConnectionError("the peer closed the link")
+            self._received.extend(self._decoder.decode(frame) for frame in self._incoming.feed(data))
 
     async def close(self) -> None:
         """Close the socket."""

@@ -1,7 +1,8 @@
-"""The replica's present load, and the watchers who are told of it: every 100 ms, and at once when requests come or go.
+"""The replica's present load, and the watchers who are told of it: every 250 ms, and at once when something changes.
 
 A replica whose engine or mover has fallen silent reports nothing, which is how watchers learn of it. The engine speaks
-every 100 ms; what the front repeats after its last word only delays the watchers' own limit of 1 s, so that is little.
+every 100 ms, or 200 ms while it has no requests; what the front repeats after its last word only delays the watchers'
+own limit of 1 s, so that is little.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Watcher:
 class LoadBoard:
     """Latest load, readiness, and when the children were last heard."""
 
-    def __init__(self, *, engine_silence_s: float = 0.3, mover_silence_s: float = 3.0) -> None:
+    def __init__(self, *, engine_silence_s: float = 0.35, mover_silence_s: float = 3.0) -> None:
         self.load: EngineLoad | None = None
         self.ready = False
         self.draining = False

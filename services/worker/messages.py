@@ -225,7 +225,7 @@ class RequestAborted(Message, frozen=True):
 
 
 class EngineLoad(Message, frozen=True):
-    """Fields and meaning of proto WorkerLoad; sent every 100 ms and at admissions, finishes and ends of pulls.
+    """Fields and meaning of proto WorkerLoad; sent at admissions, finishes, ends of pulls and at least every 200 ms.
 
     pushes_dropped: blocks not offered for want of room. pushes_deferred: times that a completed block had to wait for
     the turn of its ancestors at a new node. pulls_skipped: planned pulls that did not begin, by reason. pulls_cut:

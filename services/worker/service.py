@@ -23,7 +23,8 @@ from services.worker.messages import AdmittedRequest, ChoiceOutput, RequestFaile
 from services.worker.observation import record_spans
 from services.worker.streams import Event, RequestStream
 
-REPORT_EVERY_S = 0.1
+# An engine with work speaks more often and an idle one every 200 ms; this repeats its last word while a step is long.
+REPORT_EVERY_S = 0.25
 # The engine ends a request at its deadline by itself; this is for an engine that does not answer.
 _DEADLINE_GRACE_S = 1.0
 

@@ -63,7 +63,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Identity once, then load every 100 ms and at admissions and finishes. Silence is death.
+        """Identity once, then load at least every 250 ms, and at admissions and finishes. Silence is death.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

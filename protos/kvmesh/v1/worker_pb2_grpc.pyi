@@ -36,7 +36,7 @@ class WorkerStub:
     or one Stale and nothing else; or a gRPC status. Cancelling it releases everything within one step.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WorkerReport]
-    """Identity once, then load every 100 ms and at admissions and finishes. Silence is death."""
+    """Identity once, then load at least every 250 ms, and at admissions and finishes. Silence is death."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Stop admitting; readiness off. Running requests go on."""
 
@@ -48,7 +48,7 @@ class WorkerAsyncStub(WorkerStub):
     or one Stale and nothing else; or a gRPC status. Cancelling it releases everything within one step.
     """
     Watch: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WorkerReport]  # type: ignore[assignment]
-    """Identity once, then load every 100 ms and at admissions and finishes. Silence is death."""
+    """Identity once, then load at least every 250 ms, and at admissions and finishes. Silence is death."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Stop admitting; readiness off. Running requests go on."""
 
@@ -69,7 +69,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerReport], _abc.AsyncIterator[_worker_pb2.WorkerReport]]:
-        """Identity once, then load every 100 ms and at admissions and finishes. Silence is death."""
+        """Identity once, then load at least every 250 ms, and at admissions and finishes. Silence is death."""
 
     @_abc_1.abstractmethod
     def Drain(

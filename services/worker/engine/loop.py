@@ -25,6 +25,8 @@ from services.worker.model.step import StepInput
 from services.worker.scheduler import Chunk
 
 LOAD_EVERY_S = 0.1
+# While there are no requests: often enough for the silence of a second to mean something.
+IDLE_LOAD_EVERY_S = 0.2
 # While copies of blocks are under way, which nothing tells the loop of.
 _LOOK_EVERY_S = 0.001
 # A runner that fails this often in a row is not coming back; the replica restarts.
@@ -147,13 +149,11 @@ class EngineLoop:
         core, now = self._core, self._clock()
         if core.load_changed or now >= self._next_load_s:
             core.load_changed = False
-            self._next_load_s = now + LOAD_EVERY_S
+            self._next_load_s = now + (LOAD_EVERY_S if core.scheduler.requests else IDLE_LOAD_EVERY_S)
             core.to_front.append(self._load(now))
         for link, messages in ((self._front, core.to_front), (self._mover, self._transfers.to_mover)):
-            for message in messages:
-                link.send(message)
+            link.send_all(messages)
             messages.clear()
-            link.flush()
 
     def _load(self, now: float) -> EngineLoad:
         """The core's load, and what transfers found no room."""
