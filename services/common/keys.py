@@ -1,8 +1,9 @@
 """Names of everything that a mesh keeps in Redis.
 
 Keys that one script touches share a hash tag, so that Redis Cluster keeps them together: `{mesh:registry}` for the
-registry, `{mesh:generations}` for the generations of tenants, `{mesh:artifacts}` for model artifacts, `{mesh:news}` for
-what routers tell each other and `{mesh:<shard>}` for the block sets of the locations of one shard.
+registry, `{mesh:generations}` for the generations of tenants, `{mesh:control}` for what operators have set,
+`{mesh:artifacts}` for model artifacts, `{mesh:news}` for what routers tell each other and `{mesh:<shard>}` for the block
+sets of the locations of one shard.
 """
 
 from __future__ import annotations
@@ -52,6 +53,16 @@ class GenerationKeys:
     revision: str
     changes: str
     followers: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControlKeys:
+    """Keys of what operators have set."""
+
+    incarnation: str
+    table: str
+    revision: str
+    changes: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +123,11 @@ class KeySpace:
         base = f"{{{self.mesh}:generations}}:{FORMAT}"
         names = ("incarnation", "table", "revision", "changes", "followers")
         return GenerationKeys(*(f"{base}:{name}" for name in names))
+
+    def control(self) -> ControlKeys:
+        """Keys of what operators have set."""
+        base = f"{{{self.mesh}:control}}:{FORMAT}"
+        return ControlKeys(*(f"{base}:{name}" for name in ("incarnation", "table", "revision", "changes")))
 
     def artifacts(self) -> ArtifactKeys:
         """Keys of model artifacts."""

@@ -548,6 +548,7 @@ class ModelInfo(_message.Message):
     WEIGHT_FORMAT_FIELD_NUMBER: _builtins.int
     READY_REPLICAS_FIELD_NUMBER: _builtins.int
     CREATED_S_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Public name."""
     digest: _builtins.str
@@ -562,6 +563,12 @@ class ModelInfo(_message.Message):
     """Replicas that would accept a request now."""
     created_s: _builtins.int
     """Seconds since the epoch when the mesh first saw it."""
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersionInfo]:
+        """Every version of the name that this gateway can serve. The fields above are those of the one with the largest
+        share of the traffic; ready_replicas counts those of all that get traffic.
+        """
+
     def __init__(
         self,
         *,
@@ -572,11 +579,50 @@ class ModelInfo(_message.Message):
         weight_format: _builtins.str = ...,
         ready_replicas: _builtins.int = ...,
         created_s: _builtins.int = ...,
+        versions: _abc.Iterable[Global___ModelVersionInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "created_s", b"created_s", "digest", b"digest", "dtype", b"dtype", "name", b"name", "ready_replicas", b"ready_replicas", "weight_format", b"weight_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "created_s", b"created_s", "digest", b"digest", "dtype", b"dtype", "name", b"name", "ready_replicas", b"ready_replicas", "versions", b"versions", "weight_format", b"weight_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class ModelVersionInfo(_message.Message):
+    """Each request is served by one version; a conversation keeps its version while the shares stay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    READY_REPLICAS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FORMAT_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Empty: not registered with the control API."""
+    digest: _builtins.str
+    share: _builtins.float
+    """Part of the requests, 0 to 1."""
+    ready_replicas: _builtins.int
+    weight_format: _builtins.str
+    dtype: _builtins.str
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        share: _builtins.float = ...,
+        ready_replicas: _builtins.int = ...,
+        weight_format: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "ready_replicas", b"ready_replicas", "share", b"share", "version", b"version", "weight_format", b"weight_format"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelVersionInfo: _TypeAlias = ModelVersionInfo  # noqa: Y015

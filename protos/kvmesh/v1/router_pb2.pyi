@@ -353,20 +353,83 @@ class ModelSnapshot(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]: ...
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]:
+        """One for each digest of a public name that some worker has."""
+
+    @_builtins.property
+    def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelTraffic]:
+        """Of the names that versions are registered of."""
+
     def __init__(
         self,
         *,
         models: _abc.Iterable[Global___ServedModel] | None = ...,
+        traffic: _abc.Iterable[Global___ModelTraffic] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelSnapshot: _TypeAlias = ModelSnapshot  # noqa: Y015
+
+@_typing.final
+class ModelTraffic(_message.Message):
+    """How the requests of a public name are shared out among its versions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    WEIGHTED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    weighted: _builtins.bool
+    """False: no weights are set, and each digest takes requests in proportion to its ready replicas."""
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionShare]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        versions: _abc.Iterable[Global___VersionShare] | None = ...,
+        weighted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "versions", b"versions", "weighted", b"weighted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelTraffic: _TypeAlias = ModelTraffic  # noqa: Y015
+
+@_typing.final
+class VersionShare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    version: _builtins.str
+    """Label by which operators know it."""
+    weight: _builtins.int
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        version: _builtins.str = ...,
+        weight: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "version", b"version", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionShare: _TypeAlias = VersionShare  # noqa: Y015
 
 @_typing.final
 class ServedModel(_message.Message):
@@ -485,6 +548,7 @@ class WorkerView(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     PENDING_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     address: _builtins.str
@@ -499,6 +563,8 @@ class WorkerView(_message.Message):
     indexed_blocks: _builtins.int
     pending_attempts: _builtins.int
     """Attempts granted by this router and not yet in the worker's reports."""
+    drained: _builtins.bool
+    """An operator has drained it through the control API."""
     def __init__(
         self,
         *,
@@ -515,10 +581,11 @@ class WorkerView(_message.Message):
         free_blocks: _builtins.int = ...,
         indexed_blocks: _builtins.int = ...,
         pending_attempts: _builtins.int = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "epoch", b"epoch", "free_blocks", b"free_blocks", "indexed_blocks", b"indexed_blocks", "model", b"model", "pending_attempts", b"pending_attempts", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running_requests", b"running_requests", "suspect", b"suspect", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "drained", b"drained", "draining", b"draining", "epoch", b"epoch", "free_blocks", b"free_blocks", "indexed_blocks", b"indexed_blocks", "model", b"model", "pending_attempts", b"pending_attempts", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running_requests", b"running_requests", "suspect", b"suspect", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
