@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 import structlog
-from kvmesh.v1 import router_pb2, router_pb2_grpc
+from kvmesh.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 
 from services.common.process import generated_instance, stop_event, write_ready_file
 from services.common.redis_client import RedisHealth, connect_redis
@@ -20,10 +20,12 @@ from services.common.settings import ConfigurationError, exit_on_configuration_e
 from services.common.telemetry import process_telemetry
 from services.router.admission import AdmissionConfig
 from services.router.config import RouterSettings
+from services.router.control.admin_keys import AdminKeys
+from services.router.control.plane import ControlPlane
+from services.router.control.service import ControlService
 from services.router.decisions import Decisions
 from services.router.index.follower import IndexFollower
 from services.router.metrics import RouterMetrics, observe_gauges, observe_total
-from services.router.models_feed import ModelsFeed
 from services.router.news.exchange import NewsExchange
 from services.router.placement import PlacementConfig
 from services.router.service import RouterService
@@ -61,12 +63,18 @@ class _Router:
         self._settings = settings
         self._client, self._health = connect_redis(settings.redis_url), RedisHealth()
         config = PlacementConfig(settings.policy, AdmissionConfig(settings.max_queue_s))
-        self.decisions = Decisions(config, self._health, RouterMetrics(), pending_timeout_s=settings.pending_timeout_s)
+        self.decisions = Decisions(
+            config,
+            self._health,
+            RouterMetrics(),
+            pending_timeout_s=settings.pending_timeout_s,
+            explained_requests=settings.explained_requests,
+        )
         self._registry = RegistryWatcher(self._client, health=self._health)
         self._follower = IndexFollower(self._client, self.decisions.replica, health=self._health)
         self._watcher = WorkerWatcher(self.decisions.table, secret, self.decisions.holders.changed)
         self._registry.subscribe(self._registry_changed)
-        self._feed = ModelsFeed(self.decisions.table)
+        self._control = ControlPlane(self.decisions, self._client, self._health)
         # Settings may give several routers one instance name; its news is told apart by this one.
         router = generated_instance(settings.service)
         self._news = NewsExchange(
@@ -75,15 +83,21 @@ class _Router:
         self._server = MeshServer(settings.listen, secret=secret)
         self._server.add(
             router_pb2_grpc.add_RouterServicer_to_server,
-            RouterService(self.decisions, self._feed),
+            RouterService(self.decisions, self._control.feed),
             router_pb2.DESCRIPTOR.services_by_name["Router"].full_name,
+        )
+        self._server.add(
+            control_pb2_grpc.add_ControlServicer_to_server,
+            ControlService(self._control, self.decisions, AdminKeys(settings.admin_keys_file)),
+            control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
         )
 
     async def run(self, metrics_address: str, stop: asyncio.Event) -> None:
         """Serve until `stop`. Raises RuntimeError when the address is taken."""
         try:
             async with asyncio.TaskGroup() as group:
-                parts = (self._registry, self._follower, self._watcher, self._feed, self._news)
+                control = self._control
+                parts = (self._registry, self._follower, self._watcher, control.feed, control.follower, self._news)
                 tasks = [group.create_task(part.run()) for part in parts]
                 await self._serve(metrics_address, stop)
                 for task in tasks:
@@ -115,6 +129,7 @@ class _Router:
                 if self._health.connected:
                     await self._registry.synced.wait()
                     await self._follower.synced.wait()
+                    await self._control.follower.synced.wait()
         await self._watcher.tried(_FIRST_REPORTS_S)
 
     def _registry_changed(self, change: RegistryChange) -> None:
@@ -142,6 +157,10 @@ def _observe(decisions: Decisions) -> None:
             "kvmesh_router_index_locations": ("Locations in the index.", lambda: len(decisions.replica.locations)),
             "kvmesh_router_index_holder_sets": ("Distinct holder sets.", lambda: blocks.num_holder_sets),
             "kvmesh_router_workers": ("Known workers.", lambda: len(table.workers)),
+            "kvmesh_router_drained_workers": (
+                "Workers that operators have drained.",
+                lambda: float((table.rows["live"] & table.rows["drained"]).sum()),
+            ),
             "kvmesh_router_suspect_workers": ("Workers without life signs.", suspects),
             "kvmesh_router_pending_attempts": ("Grants in no report yet.", lambda: float(table.rows["pending"].sum())),
         }

@@ -1,4 +1,4 @@
-"""The models of the mesh, from what workers say of themselves. Pure."""
+"""The models of the mesh, from what workers say of themselves and what operators have set. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.router.control.entries import ModelEntry
 from services.router.domain import Identity
 from services.router.workers import WorkerTable
 
@@ -18,6 +19,14 @@ class CatalogEntry:
     identity: Identity
     ready_replicas: int
     created_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Models of workers, and what is registered of each public name."""
+
+    entries: tuple[CatalogEntry, ...] = ()
+    registered: tuple[tuple[str, ModelEntry], ...] = ()
 
 
 def list_models(table: WorkerTable, serving: npt.NDArray[np.bool_]) -> tuple[CatalogEntry, ...]:

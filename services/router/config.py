@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -19,6 +20,12 @@ class RouterSettings(ServiceSettings):
     policy: PolicyName = Field("predicted_ttft", description="How a worker is chosen.")
     max_queue_s: float = Field(
         0.2, gt=0, description="Work in a worker's queue beyond which requests wait in their gateway instead."
+    )
+    admin_keys_file: Path | None = Field(
+        None, description="Admin keys (hashed) and their owners; none: nobody may use the control API."
+    )
+    explained_requests: int = Field(
+        4096, ge=0, le=1_000_000, description="Requests whose decisions are kept for `kvmesh ctl explain`."
     )
     pending_timeout_s: float = Field(
         5.0, gt=0, description="A grant that no report shows for this long is no longer counted as load."

@@ -11,6 +11,7 @@ import structlog
 from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
 from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Refused, WorkerId
+from services.router.explanations import Explanations
 from services.router.gateway_queues import GatewayQueues
 from services.router.holders import Holders
 from services.router.index.replica import Replica
@@ -45,13 +46,21 @@ class Decisions:
     """One router's state: the view of workers, the index, the kvstores, and the policy over them."""
 
     def __init__(
-        self, config: PlacementConfig, health: RedisHealth, metrics: RouterMetrics, *, pending_timeout_s: float
+        self,
+        config: PlacementConfig,
+        health: RedisHealth,
+        metrics: RouterMetrics,
+        *,
+        pending_timeout_s: float,
+        explained_requests: int = 0,
     ) -> None:
+        """explained_requests: of so many the latest decisions are kept for whoever asks why."""
         self.table = WorkerTable(pending_timeout_s=pending_timeout_s)
         self.replica = Replica()
         self.kvstores: dict[str, LocationRecord] = {}
         self.holders = Holders(self.replica, self.table, self.kvstores)
         self._placer = Placer(config, self.table, self.holders)
+        self.explanations = Explanations(explained_requests)
         self.gateway_queues = GatewayQueues()
         # What other routers are to be told.
         self.outbox = NewsOutbox()
@@ -79,6 +88,7 @@ class Decisions:
         if isinstance(answer, Placement):
             self._enter(ask, answer, opened, now_s)
         self._metrics.decided(answer, perf_counter() - began_s)
+        self.explanations.decided(ask, answer, self.table.by_row, now_s)
         self._explain(ask, answer)
         return answer
 

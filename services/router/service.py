@@ -11,10 +11,11 @@ from kvmesh.v1 import common_pb2, router_pb2, router_pb2_grpc
 from opentelemetry import propagate, trace
 
 from services.common.blocks import split_ids
-from services.router.catalog import CatalogEntry
 from services.router.decisions import Decisions, OpenAttempts
 from services.router.domain import Ask, AttemptId, Placement, PullRun, RefusalReason, Refused
 from services.router.errors import BadAskError
+from services.router.explanations import Ended
+from services.router.messages import kvstore_views, model_snapshot, worker_views
 from services.router.models_feed import ModelsFeed
 from services.router.policies import POLICIES
 
@@ -61,22 +62,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> AsyncIterator[router_pb2.ModelSnapshot]:
         """The list of models until the caller goes."""
         async for models in self._feed.snapshots():
-            yield router_pb2.ModelSnapshot(models=[_served_model(entry) for entry in models])
+            yield model_snapshot(models)
 
     async def Describe(self, request: router_pb2.DescribeRequest, context: Context) -> router_pb2.DescribeResponse:
         """What this router knows."""
         decisions = self._decisions
         return router_pb2.DescribeResponse(
-            workers=_worker_views(decisions),
-            kvstores=[
-                router_pb2.KvStoreView(
-                    kvstore_id=record.id,
-                    epoch=record.epoch,
-                    pull_address=record.pull_address,
-                    indexed_blocks=decisions.indexed_blocks(record.location),
-                )
-                for record in decisions.kvstores.values()
-            ],
+            workers=worker_views(decisions),
+            kvstores=kvstore_views(decisions),
             indexed_blocks=len(decisions.replica.blocks),
             redis_connected=decisions.redis_connected,
         )
@@ -101,14 +94,17 @@ class RouterService(router_pb2_grpc.RouterServicer):
             return router_pb2.RouteResponse(grant=_grant(message, answer))
 
     def _close(self, message: router_pb2.Done, opened: OpenAttempts) -> None:
+        attempt, outcome = AttemptId(message.request_id, message.attempt), _OUTCOMES.get(message.outcome, "unspecified")
         self._decisions.done(
-            AttemptId(message.request_id, message.attempt),
+            attempt,
             opened,
             time.monotonic(),
-            outcome=_OUTCOMES.get(message.outcome, "unspecified"),
+            outcome=outcome,
             ttft_s=message.ttft_s,
             output_tokens=message.output_tokens,
         )
+        ended = Ended(outcome, message.ttft_s, message.tpot_s, message.output_tokens)
+        self._decisions.explanations.ended(attempt, ended)
 
 
 def _ask_of(message: router_pb2.Ask) -> Ask:
@@ -176,46 +172,3 @@ def _refusal(message: router_pb2.Ask, refused: Refused) -> router_pb2.Refusal:
         retry_after_s=refused.retry_after_s,
         room_in_s=refused.room_in_s,
     )
-
-
-def _served_model(entry: CatalogEntry) -> router_pb2.ServedModel:
-    identity = entry.identity
-    return router_pb2.ServedModel(
-        name=identity.model,
-        digest=identity.model_digest,
-        context_length=identity.context_length,
-        dtype=identity.dtype,
-        kv_dtype=identity.kv_dtype,
-        weight_format=identity.weight_format,
-        block_tokens=identity.block_tokens,
-        layout_version=identity.layout_version,
-        ready_replicas=entry.ready_replicas,
-        created_s=entry.created_s,
-        vocab_size=identity.vocab_size,
-        tokenizer_digest=identity.tokenizer_digest,
-    )
-
-
-def _worker_views(decisions: Decisions) -> list[router_pb2.WorkerView]:
-    suspect = decisions.table.suspect(time.monotonic())
-    views = []
-    for worker_id, worker in decisions.table.workers.items():
-        row = decisions.table.rows[worker.row]
-        views.append(
-            router_pb2.WorkerView(
-                worker_id=worker_id,
-                epoch=worker.record.epoch,
-                address=worker.record.grpc_address,
-                model=worker.identity.model if worker.identity else worker.record.model,
-                ready=bool(row["ready"]),
-                suspect=bool(suspect[worker.row]),
-                draining=bool(row["draining"]),
-                running_requests=int(row["running"]),
-                waiting_requests=int(row["waiting"]),
-                queued_prefill_tokens=int(row["queued_tokens"]),
-                free_blocks=int(row["free_blocks"]),
-                indexed_blocks=decisions.indexed_blocks(worker.record.location),
-                pending_attempts=len(worker.pending),
-            )
-        )
-    return views

@@ -6,6 +6,7 @@ of them at once. A grant counts as load until a report shows it, its end is told
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -66,6 +67,7 @@ class WorkerTable:
         self._free: list[int] = list(range(16))[::-1]
         self._models: dict[tuple[str, bytes], int] = {}
         self._pauses = OwnPauses()
+        self._drains: Mapping[str, int] = {}
         self.workers: dict[WorkerId, Worker] = {}
         self.by_row: dict[int, WorkerId] = {}
         self.links = LinkTable()
@@ -97,6 +99,7 @@ class WorkerTable:
         row["host"] = host_number(record.host)
         row["slot"] = -1
         row["model"] = -1
+        row["drained"] = self._drains.get(record.id) == record.epoch
         row["name_hash"] = int.from_bytes(blake2b(record.id.encode(), digest_size=8).digest(), "little")
         return worker
 
@@ -110,6 +113,12 @@ class WorkerTable:
             del self.by_row[worker.row]
             self._rows[worker.row] = np.zeros((), WORKER_ROW)
             self._free.append(worker.row)
+
+    def set_drains(self, epochs: Mapping[str, int]) -> None:
+        """Workers that operators have drained, each until it starts anew: they take no new requests."""
+        self._drains = epochs
+        for worker_id, worker in self.workers.items():
+            self._rows[worker.row]["drained"] = epochs.get(worker_id) == worker.record.epoch
 
     def identify(self, worker_id: WorkerId, identity: Identity, now_s: float) -> None:
         """A Watch stream has begun."""
@@ -186,7 +195,9 @@ class WorkerTable:
     def serving(self, now_s: float) -> npt.NDArray[np.bool_]:
         """Of each row, whether its worker takes new requests."""
         rows = self._rows
-        result: npt.NDArray[np.bool_] = rows["live"] & rows["ready"] & ~rows["draining"] & ~self.suspect(now_s)
+        result: npt.NDArray[np.bool_] = (
+            rows["live"] & rows["ready"] & ~rows["draining"] & ~rows["drained"] & ~self.suspect(now_s)
+        )
         return result
 
     def tick(self, now_s: float) -> None:

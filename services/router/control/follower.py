@@ -88,13 +88,15 @@ class ControlFollower:
         """
         try:
             for _ in range(_TRIES):
-                await self._catch_up()
+                await self._catch_up_anew()
                 if await self._put(key, self.table.entries.get(key), edit):
                     await self._catch_up()
                     _changes.add(1)
                     return
         except REDIS_ERRORS as error:
-            raise RedisSilentError(f"redis does not answer ({type(error).__name__}): look before trying again") from None
+            # A command that timed out may still have been carried out.
+            detail = f"redis does not answer ({type(error).__name__}): look at what applies before trying again"
+            raise RedisSilentError(detail) from None
         raise ConflictError("somebody else is changing the same: try again")
 
     async def _put(self, key: str, before: Entry | None, edit: Callable[[bytes | None], bytes]) -> bool:
@@ -105,13 +107,18 @@ class ControlFollower:
         known = before.version if before else 0
         keys = self._keys
         version = int(
-            await _PUT(
-                self._client, [keys.table, keys.revision, keys.changes], [key, known, payload, MAX_ENTRIES]
-            )
+            await _PUT(self._client, [keys.table, keys.revision, keys.changes], [key, known, payload, MAX_ENTRIES])
         )
         if version < 0:
             raise FailedPreconditionError(f"the control table is full ({MAX_ENTRIES} entries)")
         return version > 0
+
+    async def _catch_up_anew(self) -> None:
+        """The same for an operator: a connection that a restart of Redis has broken shows only when it is used."""
+        try:
+            await self._catch_up()
+        except REDIS_ERRORS:
+            await self._catch_up()
 
     async def _catch_up(self) -> bytes:
         """Have what Redis has, and Redis what only this router has. Returns where the stream of changes stands."""

@@ -91,5 +91,3 @@ class ControlTable:
             epoch = self.drains.get(worker_id)
             return epoch is None or epochs.get(worker_id) != epoch
         return name is not None and not self.model(name).versions
-
-

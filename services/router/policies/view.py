@@ -19,6 +19,8 @@ WORKER_ROW = np.dtype(
         ("up", np.bool_),
         ("ready", np.bool_),
         ("draining", np.bool_),
+        # By an operator, until the worker starts anew.
+        ("drained", np.bool_),
         ("model", np.int32),
         ("context_length", np.int64),
         ("block_tokens", np.int64),

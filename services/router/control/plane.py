@@ -1,0 +1,144 @@
+"""What operators can do, on this router's view of the mesh and the table in Redis."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from services.common.redis_client import RedisClient, RedisHealth
+from services.router.catalog import CatalogEntry, Models
+from services.router.control import entries
+from services.router.control.entries import DrainEntry, ModelEntry, drain_key, model_key
+from services.router.control.follower import ControlFollower
+from services.router.control.table import ControlTable
+from services.router.decisions import Decisions
+from services.router.domain import WorkerId
+from services.router.errors import UnknownError
+from services.router.models_feed import ModelsFeed
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One digest (hex) of a public name; label empty: not registered. served: as its workers tell, None without one."""
+
+    label: str
+    digest: str
+    weight: int
+    replicas: int
+    served: CatalogEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class PublicModel:
+    """A public name with all its versions."""
+
+    name: str
+    entry: ModelEntry
+    versions: tuple[Version, ...]
+
+
+class ControlPlane:
+    """Changes apply here when a method returns, and on every other router within a second.
+
+    Methods that change something raise OperatorError.
+    """
+
+    def __init__(self, decisions: Decisions, client: RedisClient, health: RedisHealth) -> None:
+        self._decisions = decisions
+        self.table = ControlTable()
+        self.feed = ModelsFeed(decisions.table, self.table)
+        self.follower = ControlFollower(client, self.table, epochs=self._epochs, on_change=self._apply, health=health)
+
+    async def register(self, name: str, digest: str, label: str) -> PublicModel:
+        """Give a digest a label."""
+        entries.check_name(name)
+        digest = digest.lower()
+        if not entries.is_digest(digest):
+            digest = entries.full_digest(digest, self._reported(name), f"a digest that a worker of {name} has")
+        return await self._change(name, lambda entry: entries.register(entry, digest, label))
+
+    async def unregister(self, name: str, version: str) -> PublicModel:
+        """Forget a version."""
+        return await self._change(name, lambda entry: entries.unregister(entry, version))
+
+    async def set_traffic(self, name: str, weights: Mapping[str, int]) -> PublicModel:
+        """Share requests out among versions."""
+        return await self._change(name, lambda entry: entries.set_traffic(entry, weights))
+
+    async def rollback(self, name: str) -> PublicModel:
+        """All traffic to the version that had it."""
+        return await self._change(name, entries.rollback)
+
+    async def drain(self, worker_id: str) -> None:
+        """No new requests for a worker until it starts anew."""
+        await self._set_drain(worker_id, self._epoch(worker_id))
+
+    async def undrain(self, worker_id: str) -> None:
+        """New requests for it again."""
+        self._epoch(worker_id)
+        await self._set_drain(worker_id, 0)
+
+    def models(self) -> list[PublicModel]:
+        """Every name that a worker has or that somebody has registered."""
+        self.feed.refresh(time.monotonic())
+        models = self.feed.models
+        names = {entry.identity.model for entry in models.entries} | {name for name, _ in models.registered}
+        return [self._public(name, models) for name in sorted(names)]
+
+    def model(self, name: str) -> PublicModel:
+        """One name."""
+        self.feed.refresh(time.monotonic())
+        return self._public(name, self.feed.models)
+
+    async def _change(self, name: str, edit: Callable[[ModelEntry], ModelEntry]) -> PublicModel:
+        def edited(payload: bytes | None) -> bytes:
+            before = ModelEntry() if payload is None else msgspec.json.decode(payload, type=ModelEntry)
+            return msgspec.json.encode(edit(before), order="deterministic")
+
+        await self.follower.change(model_key(name), edited)
+        return self.model(name)
+
+    async def _set_drain(self, worker_id: str, epoch: int) -> None:
+        payload = msgspec.json.encode(DrainEntry(epoch))
+        await self.follower.change(drain_key(worker_id), lambda _: payload)
+
+    def _public(self, name: str, models: Models) -> PublicModel:
+        entry = self.table.model(name)
+        served = {one.identity.model_digest.hex(): one for one in models.entries if one.identity.model == name}
+        replicas = Counter(self._digests(name))
+        digests = [*entry.versions.values(), *sorted(served.keys() - set(entry.versions.values()))]
+        return PublicModel(
+            name,
+            entry,
+            tuple(
+                Version(
+                    entry.label_of(digest), digest, entry.weights.get(digest, 0), replicas[digest], served.get(digest)
+                )
+                for digest in digests
+            ),
+        )
+
+    def _digests(self, name: str) -> list[str]:
+        """The digest of each worker of a public name."""
+        identities = (worker.identity for worker in self._decisions.table.workers.values())
+        return [one.model_digest.hex() for one in identities if one is not None and one.model == name]
+
+    def _reported(self, name: str) -> set[str]:
+        return {*self._digests(name), *self.table.model(name).versions.values()}
+
+    def _epoch(self, worker_id: str) -> int:
+        worker = self._decisions.table.workers.get(WorkerId(worker_id))
+        if worker is None:
+            raise UnknownError(f"no worker is called {worker_id[:100]!r}")
+        return worker.record.epoch
+
+    def _epochs(self) -> dict[str, int]:
+        return {worker_id: worker.record.epoch for worker_id, worker in self._decisions.table.workers.items()}
+
+    def _apply(self) -> None:
+        self._decisions.table.set_drains(self.table.drains)
+        self.feed.refresh(time.monotonic())

@@ -1,0 +1,92 @@
+"""What a router tells others of itself, as messages: models, workers, kvstores."""
+
+from __future__ import annotations
+
+import time
+
+from kvmesh.v1 import router_pb2
+
+from services.router.catalog import CatalogEntry, Models
+from services.router.control.entries import ModelEntry
+from services.router.decisions import Decisions
+from services.router.domain import WorkerId
+
+
+def model_snapshot(models: Models) -> router_pb2.ModelSnapshot:
+    """The models, and how their requests are shared out."""
+    return router_pb2.ModelSnapshot(
+        models=[_served_model(entry) for entry in models.entries],
+        traffic=[_traffic(name, entry) for name, entry in models.registered],
+    )
+
+
+def worker_views(decisions: Decisions) -> list[router_pb2.WorkerView]:
+    """Every known worker."""
+    suspect = decisions.table.suspect(time.monotonic())
+    return [
+        _worker_view(decisions, worker_id, is_suspect=bool(suspect[worker.row]))
+        for worker_id, worker in decisions.table.workers.items()
+    ]
+
+
+def kvstore_views(decisions: Decisions) -> list[router_pb2.KvStoreView]:
+    """Every known kvstore node."""
+    return [
+        router_pb2.KvStoreView(
+            kvstore_id=record.id,
+            epoch=record.epoch,
+            pull_address=record.pull_address,
+            indexed_blocks=decisions.indexed_blocks(record.location),
+        )
+        for record in decisions.kvstores.values()
+    ]
+
+
+def _worker_view(decisions: Decisions, worker_id: WorkerId, *, is_suspect: bool) -> router_pb2.WorkerView:
+    worker = decisions.table.workers[worker_id]
+    row = decisions.table.rows[worker.row]
+    return router_pb2.WorkerView(
+        worker_id=worker_id,
+        epoch=worker.record.epoch,
+        address=worker.record.grpc_address,
+        model=worker.identity.model if worker.identity else worker.record.model,
+        ready=bool(row["ready"]),
+        suspect=is_suspect,
+        draining=bool(row["draining"]),
+        running_requests=int(row["running"]),
+        waiting_requests=int(row["waiting"]),
+        queued_prefill_tokens=int(row["queued_tokens"]),
+        free_blocks=int(row["free_blocks"]),
+        indexed_blocks=decisions.indexed_blocks(worker.record.location),
+        pending_attempts=len(worker.pending),
+        drained=bool(row["drained"]),
+    )
+
+
+def _served_model(entry: CatalogEntry) -> router_pb2.ServedModel:
+    identity = entry.identity
+    return router_pb2.ServedModel(
+        name=identity.model,
+        digest=identity.model_digest,
+        context_length=identity.context_length,
+        dtype=identity.dtype,
+        kv_dtype=identity.kv_dtype,
+        weight_format=identity.weight_format,
+        block_tokens=identity.block_tokens,
+        layout_version=identity.layout_version,
+        ready_replicas=entry.ready_replicas,
+        created_s=entry.created_s,
+        vocab_size=identity.vocab_size,
+        tokenizer_digest=identity.tokenizer_digest,
+    )
+
+
+def _traffic(name: str, entry: ModelEntry) -> router_pb2.ModelTraffic:
+    return router_pb2.ModelTraffic(
+        name=name,
+        weighted=bool(entry.weights),
+        versions=[
+            router_pb2.VersionShare(digest=bytes.fromhex(digest), version=label, weight=entry.weights.get(digest, 0))
+            for label, digest in sorted(entry.versions.items())
+        ],
+    )
