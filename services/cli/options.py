@@ -17,11 +17,12 @@ class MeshOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    workers: int = Field(1, ge=1, le=64)
+    workers: int = Field(1, ge=1, le=1024)
     kvstores: int = Field(1, ge=0, le=16)
     routers: int = Field(1, ge=1, le=16)
     gateways: int = Field(1, ge=1, le=16)
     models: tuple[str, ...] = (DEFAULT_MODEL,)
+    engine: Literal["model", "sim"] | None = None
     device: Literal["cpu", "cuda"] | None = None
     dtype: Literal["bfloat16", "float32"] | None = None
     weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4", "float8"] | None = None

@@ -115,7 +115,7 @@ class Planner:
             metrics=metrics,
             # Not a flag: the URL may hold a password, and command lines are public.
             environment={"KVMESH_REDIS_URL": redis_url},
-            defaults={"KVMESH_WORKER_THREADS": str(self._options.fair_threads)} if kind == "worker" else {},
+            defaults=self._worker_defaults() if kind == "worker" else {},
         )
 
     def _kvstore(self, number: int) -> tuple[str, ...]:
@@ -127,10 +127,16 @@ class Planner:
             *_flag("ssd-path", None if ssd is None else self._state.ssd(f"kvstore-{number}")),
         )
 
+    def _worker_defaults(self) -> dict[str, str]:
+        """Simulated workers have no compute threads."""
+        options = self._options
+        return {} if options.engine == "sim" else {"KVMESH_WORKER_THREADS": str(options.fair_threads)}
+
     def _worker(self, number: int) -> tuple[str, ...]:
         options, model = self._options, self._models[number % len(self._models)]
         return (
             *_flag("model", f"{model.name}={model.path}"),
+            *_flag("engine", options.engine),
             *_flag("device", options.device),
             *_flag("dtype", options.dtype),
             *_flag("weight-dtype", options.weight_dtype),

@@ -80,15 +80,15 @@ class GgufReader:
 
 def read_metadata(path: Path, prefixes: Collection[str] = ("",)) -> dict[str, Any]:
     """Values of the keys that begin with one of `prefixes`. Raises ConfigurationError naming a broken file."""
-    return {key: value for key, (value, _) in _entries(path, prefixes).items()}
+    return {key: value for key, (value, _) in _entries(path, prefixes, with_strings=True).items()}
 
 
 def read_raw_metadata(path: Path, prefixes: Collection[str]) -> dict[str, bytes]:
-    """As `read_metadata`, with each value's encoded bytes (type tag included)."""
-    return {key: raw for key, (_, raw) in _entries(path, prefixes).items()}
+    """As `read_metadata`, but each value's encoded bytes (type tag included)."""
+    return {key: raw for key, (_, raw) in _entries(path, prefixes, with_strings=False).items()}
 
 
-def _entries(path: Path, prefixes: Collection[str]) -> dict[str, tuple[Any, bytes]]:
+def _entries(path: Path, prefixes: Collection[str], *, with_strings: bool) -> dict[str, tuple[Any, bytes]]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             reader = GgufReader(data)
@@ -96,7 +96,7 @@ def _entries(path: Path, prefixes: Collection[str]) -> dict[str, tuple[Any, byte
             for _ in range(reader.num_entries):
                 key = reader.text()
                 start, wanted = reader.position, key.startswith(tuple(prefixes))
-                value = reader.value(with_strings=wanted)
+                value = reader.value(with_strings=wanted and with_strings)
                 if wanted:
                     found[key] = (value, data[start : reader.position])
             return found

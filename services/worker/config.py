@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -14,6 +15,14 @@ from services.worker.model.layout import ComputeDtype, KvDtype, WeightDtype
 
 # As a model: wait to be told one.
 NO_MODEL = "none"
+# Settings of what a simulated worker does not do.
+_NOT_SIMULATED = frozenset(
+    {
+        *("device", "weight_dtype", "threads", "exact", "kv_dtype", "kv_cache_fraction", "staging_bytes"),
+        *("push", "max_push_blocks", "repush_bytes_per_s", "node_ramp_s", "max_served_blocks"),
+    }
+)
+_TIMES = frozenset({"sim_prefill_tokens_per_s", "sim_decode_step_s", "sim_decode_sequence_s", "sim_decode_context_s"})
 
 
 class WorkerSettings(ServiceSettings):
@@ -39,6 +48,18 @@ class WorkerSettings(ServiceSettings):
         4, ge=0, le=64, description="Most copies of cached models that this worker gives others at once; 0: none."
     )
     model_copy_timeout_s: float = Field(1800.0, gt=0, description="Longest time until a model has been copied.")
+    engine: Literal["model", "sim"] = Field(
+        "model", description="sim: compute nothing, take the time that the sim_* settings say, and answer with words."
+    )
+    sim_prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="Of a simulated worker: speed of prefill.")
+    sim_decode_step_s: float = Field(0.008, ge=0, description="Of a simulated worker: a step in which any decode.")
+    sim_decode_sequence_s: float = Field(0.00005, ge=0, description="And for each sequence that decodes in it.")
+    sim_decode_context_s: float = Field(0.0, ge=0, description="And for each token of the context of these.")
+    sim_calibration: Path | None = Field(
+        None, description="JSON file with the four figures of a real worker, from bench.sim_calibration."
+    )
+    sim_speed: float = Field(1.0, gt=0, description="Of a simulated worker: everything happens so many times as fast.")
+    sim_version: str = Field("", description="Of a simulated worker: tells versions of one artifact apart.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
     dtype: ComputeDtype = Field("bfloat16", description="Of weights, activations and KV cache.")
     weight_dtype: WeightDtype = Field(
@@ -93,9 +114,15 @@ class WorkerSettings(ServiceSettings):
     start_timeout_s: float = Field(300.0, gt=0, description="Longest time until the model has produced a token.")
     child_silence_s: float = Field(10.0, gt=1, description="Silence of a child process that ends the worker.")
 
+    @property
+    def pushes_blocks(self) -> bool:
+        """Whether blocks are offered to a kvstore node."""
+        return self.push != "off" and self.engine != "sim"
+
 
 def check_settings(settings: WorkerSettings) -> None:
     """What single fields cannot say. Raises ConfigurationError with one line."""
+    _check_simulation(settings)
     if settings.device == "cpu" and settings.exact == "off":
         raise ConfigurationError(
             "worker: exact='off': on cpu results never depend on the batch, and nothing would be gained by letting them"
@@ -109,6 +136,21 @@ def check_settings(settings: WorkerSettings) -> None:
         raise ConfigurationError(
             f"worker: max_running={settings.max_running}: above step_token_budget={settings.step_token_budget}"
         )
+
+
+def _check_simulation(settings: WorkerSettings) -> None:
+    given = settings.model_fields_set
+    if settings.engine != "sim":
+        _refuse(settings, {name for name in given if name.startswith("sim_")}, "needs engine='sim'")
+        return
+    _refuse(settings, given & _NOT_SIMULATED, "a simulated worker has no such thing")
+    if settings.sim_calibration is not None:
+        _refuse(settings, given & _TIMES, "sim_calibration says that")
+
+
+def _refuse(settings: WorkerSettings, names: Set[str], reason: str) -> None:
+    for name in sorted(names):
+        raise ConfigurationError(f"worker: {name}={getattr(settings, name)!r}: {reason}")
 
 
 def _check_weights(settings: WorkerSettings) -> None:

@@ -59,6 +59,8 @@ async def start_replica(
     progress: Callable[[LoadProgress], None],
 ) -> Replica:
     """Start engine and mover; progress: told how far the weights are read. Raises StartFailed with one line."""
+    if settings.engine == "sim":
+        return await _start_simulated(settings, source, secret, worker_id, epoch, stack)
     parts = SharedParts()
     stack.callback(parts.close)
     engine = await _start_engine(settings, source, parts, worker_id)
@@ -69,6 +71,23 @@ async def start_replica(
     stack.push_async_callback(mover.end)
     mover_ready = await _first_message(mover, MoverReady, _MOVER_TIMEOUT_S)
     return Replica(worker_id, epoch, source, engine, engine_ready, mover, mover_ready)
+
+
+async def _start_simulated(
+    settings: WorkerSettings,
+    source: ModelSource,
+    secret: MeshSecret,
+    worker_id: str,
+    epoch: int,
+    stack: AsyncExitStack,
+) -> Replica:
+    # A worker that computes has the engine's modules in another process.
+    from services.worker.engine.sim import NoMover, start_simulation
+
+    # Nothing is inherited: both ends of every link are in this process.
+    config = engine_config(settings, source, worker_id, front_fd=-1, mover_fd=-1, pool_fd=-1)
+    engine, ready = await start_simulation(settings, source, config, secret.block_key, stack)
+    return Replica(worker_id, epoch, source, engine, ready, NoMover(), MoverReady("", "", ""))
 
 
 def identity_proto(replica: Replica, settings: WorkerSettings) -> worker_pb2.WorkerIdentity:

@@ -77,7 +77,7 @@ class Serving:
         try:
             async with asyncio.TaskGroup() as group:
                 runs = [self.front.run(), registrar.run(), self._announcer.run()]
-                if around.settings.push != "off":
+                if around.settings.pushes_blocks:
                     runs.append(self._keeper.run(self.front.set_push_target))
                 tasks = [group.create_task(run) for run in runs]
                 await self._open()

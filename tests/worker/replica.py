@@ -150,16 +150,17 @@ def _note(answer: Answer, response: worker_pb2.WorkerGenerateResponse) -> None:
 
 @contextlib.asynccontextmanager
 async def running_worker(folder: Path, redis_url: str, *flags: str, threads: int = 2) -> AsyncIterator[WorkerProcess]:
-    """A ready worker with the default model; killed at the end if it still runs."""
+    """A ready worker with the default model; killed at the end if it still runs. threads 0: as many as it likes."""
     folder.mkdir(parents=True, exist_ok=True)
     ready_file, log = folder / "ready.json", folder / "worker.log"
     ready_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "services.worker", "--redis-url", redis_url, "--ready-file", str(ready_file)]
     pool = [] if "--num-blocks" in flags else ["--num-blocks", "256"]
+    team = ["--threads", str(threads)] if threads else []
     instance = [] if "--instance" in flags else ["--instance", "w"]
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            [*command, *instance, "--threads", str(threads), *pool, *flags],
+            [*command, *instance, *team, *pool, *flags],
             env=clean_environment(KVMESH_MESH_SECRET=SECRET),
             stderr=stderr,
         )

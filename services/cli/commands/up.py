@@ -31,6 +31,9 @@ def up(
         list[str] | None,
         typer.Option(help="Model: a known name, PATH or NAME=PATH; repeat for more. (default: smollm2-135m)"),
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="model, or sim: workers that only take the time of one. (default: model)")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. (default: cpu)")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32. (default: bfloat16)")] = None,
     weight_dtype: Annotated[
@@ -72,6 +75,7 @@ def up(
         routers=routers,
         gateways=gateways,
         models=tuple(model) if model else None,
+        engine=engine,
         device=device,
         dtype=dtype,
         weight_dtype=weight_dtype,
