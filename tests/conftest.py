@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.mesh import Mesh
 from tests.support.netns import Island, impossible, island
+from tests.support.sim_mesh import running_sim_mesh
 from tests.support.valkey import Valkey
 
 # Triton decides when it is imported whether kernels are interpreted on CPU tensors or compiled: in tests interpreted,
@@ -43,3 +45,10 @@ def valkey() -> Iterator[Valkey]:
     finally:
         server.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def sim_mesh() -> Iterator[Mesh]:
+    """Three simulated workers, one router, one gateway, Envoy and Valkey, of this test's own."""
+    with running_sim_mesh() as mesh:
+        yield mesh

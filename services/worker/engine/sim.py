@@ -114,6 +114,10 @@ class NoMover:
         await asyncio.sleep(_COUNTERS_EVERY_S)
         return MoverCounters(0, 0, 0, 0, 0, 0, 0)
 
+    async def receive_all(self) -> list[MoverCounters]:
+        """The same."""
+        return [await self.receive()]
+
     async def watch(self) -> None:
         """It never ends by itself."""
         await asyncio.Event().wait()
