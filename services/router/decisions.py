@@ -132,7 +132,7 @@ class Decisions:
         return known.num_blocks if known else 0
 
     def _enter(self, ask: Ask, placement: Placement, opened: OpenAttempts, now_s: float) -> None:
-        pending = PendingAttempt(placement.prefill_tokens, placement.num_blocks, now_s, placement.pulled_bytes)
+        pending = PendingAttempt.of(placement, now_s, priority=ask.priority)
         self.table.grant(placement.worker_id, ask.id, pending)
         self.outbox.put(GrantedNews(placement.worker_id, placement.worker_epoch, ask.id, pending))
         opened[ask.id] = OpenAttempt(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from services.common.blocks import BlockId
 from services.common.keys import life_key
+from services.common.step_costs import StepCosts
 
 WorkerId = NewType("WorkerId", str)
 
@@ -99,7 +100,12 @@ class HolderLinks:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One report of a worker; rates are 0 where it has measured none."""
+    """One report of a worker; rates are 0, and step_costs None, where it has measured none.
+
+    queued_prefill_pairs: for each queued prompt token the tokens before it, summed. waiting_prefill_tokens: of the
+    queued tokens those that no step has begun, by class from the most urgent on. context_tokens: of the decoding
+    sequences. step_tokens: most of a step at present, 0 for what the identity says.
+    """
 
     progress: int
     ready: bool
@@ -111,6 +117,12 @@ class Load:
     free_blocks: int
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
+    queued_prefill_pairs: float = 0.0
+    waiting_prefill_tokens: tuple[int, ...] = ()
+    context_tokens: int = 0
+    step_tokens: int = 0
+    step_costs: StepCosts | None = None
+    cached_blocks: int = 0
     admitted: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
     holders: tuple[HolderLinks, ...] = ()
@@ -186,7 +198,8 @@ class Explanation:
 class Placement:
     """The answer when there is a grant.
 
-    prefill_tokens, num_blocks: what the decision assumes that the worker will compute, and take from its pool.
+    prefill_tokens, prefill_pairs, num_blocks: what the decision assumes that the worker will compute, and take from
+    its pool. work_s: the time that this takes it, with the output's part of its steps; prefill_s: without.
     pulled_bytes: what it will pull, by holder.
     """
 
@@ -202,3 +215,6 @@ class Placement:
     pulled_bytes: tuple[tuple[str, float], ...]
     policy: str
     explanation: Explanation
+    prefill_pairs: float = 0.0
+    work_s: float = 0.0
+    prefill_s: float = 0.0

@@ -42,6 +42,8 @@ class Placer:
         self._sequence = 0
         self.output_tokens = RunningMean(_FIRST_OUTPUT_TOKENS)
         self.forecast = Forecast()
+        # Share of a prompt's blocks that some worker held.
+        self.reuse = RunningMean(0.0)
 
     def place(self, ask: Ask, now_s: float, *, index_usable: bool = True) -> Placement | Refused:
         """A placement or a refusal. index_usable: False when nothing is known of where blocks are."""
@@ -54,10 +56,15 @@ class Placer:
         policy = ask.policy or (self._config.policy if index_usable else self._config.degraded_policy)
         holding = self._holders.find(ask.block_ids)
         peers = np.flatnonzero(self._table.rows["live"] & ~self._table.suspect(now_s))
-        request = self._request(ask, candidates)
+        request = self._request(ask, candidates, now_s)
         local_blocks = np.minimum(holding.by_row[candidates], request.usable_blocks)
+        if request.usable_blocks:
+            self.reuse.update(float(local_blocks.max()) / request.usable_blocks)
         sources = self._holders.sources(holding, candidates, peers, local_blocks=local_blocks, turn=self._sequence)
-        view = PolicyView(self._table.rows[candidates], local_blocks, self._holders.arrays(sources, candidates))
+        pressure = self._table.pressure(candidates, now_s, reuse=self.reuse.value)
+        view = PolicyView(
+            self._table.rows[candidates], local_blocks, self._holders.arrays(sources, candidates), pressure
+        )
         costs = estimate(request, view)
         admitted = admissible(ask, view.rows, costs, self._config.admission, self.forecast)
         if isinstance(admitted, Refused):
@@ -101,7 +108,7 @@ class Placer:
         detail = "the prompt fits no worker" if ready.any() else "no worker of the model is ready"
         return Refused(RefusalReason.NO_WORKER, detail, RETRY_S)
 
-    def _request(self, ask: Ask, candidates: IntArray) -> PolicyRequest:
+    def _request(self, ask: Ask, candidates: IntArray, now_s: float) -> PolicyRequest:
         choices = max(1, ask.num_choices)
         key = (
             ask.block_ids[min(len(ask.block_ids), PREFIX_BLOCKS) - 1]
@@ -115,6 +122,8 @@ class Placer:
             expected_output_tokens=min(self.output_tokens.value, max(1.0, ask.max_output_tokens / choices)),
             prefix_key=int.from_bytes(key[:8], "little"),
             sequence=self._sequence,
+            now_s=now_s,
+            priority=ask.priority,
         )
 
     def _placement(
@@ -145,6 +154,9 @@ class Placer:
             pulled_bytes=tuple((run.holder, float(run.num_blocks * identity.block_bytes)) for run in runs),
             policy=policy,
             explanation=Explanation(candidates, scores, costs.terms(), chosen),
+            prefill_pairs=float(costs.prefill_pairs[chosen]),
+            work_s=float(costs.work_s[chosen]),
+            prefill_s=float(costs.prefill_s[chosen]),
         )
 
 

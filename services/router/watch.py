@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import fields
 from typing import Literal
 
 import grpc
@@ -23,6 +24,7 @@ from services.common.redis_client import Backoff
 from services.common.registry import LocationRecord, RegistryChange
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
+from services.common.step_costs import StepCosts
 from services.router.domain import HolderLinks, Identity, Load, MeasuredLink, WorkerId
 from services.router.errors import WrongWorkerError
 from services.router.workers import WorkerTable
@@ -209,10 +211,21 @@ def load_of(message: worker_pb2.WorkerLoad) -> Load:
         free_blocks=message.free_blocks,
         prefill_tokens_per_s=message.prefill_tokens_per_s,
         decode_step_s=message.decode_step_s,
+        queued_prefill_pairs=message.queued_prefill_pairs,
+        waiting_prefill_tokens=tuple(message.waiting_prefill_tokens),
+        context_tokens=message.context_tokens,
+        step_tokens=message.step_tokens,
+        step_costs=_step_costs_of(message.step_costs) if message.HasField("step_costs") else None,
+        cached_blocks=message.cached_blocks,
         admitted=tuple(message.admitted),
         ended=tuple(message.ended),
         holders=tuple(_holder_of(one) for one in message.holders if one.kind in _KINDS),
     )
+
+
+def _step_costs_of(message: worker_pb2.StepCosts) -> StepCosts:
+    """None of them below zero."""
+    return StepCosts(*(max(0.0, getattr(message, field.name)) for field in fields(StepCosts)))
 
 
 def _holder_of(message: worker_pb2.HolderLinks) -> HolderLinks:

@@ -7,36 +7,62 @@ of them at once. A grant counts as load until a report shows it, its end is told
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
 from services.common.registry import LocationRecord
-from services.router.domain import AttemptId, Identity, Load, WorkerId
+from services.common.step_costs import StepCosts, assumed_costs
+from services.router.domain import AttemptId, Identity, Load, Placement, WorkerId
 from services.router.link_table import LinkTable
 from services.router.own_pauses import OwnPauses
-from services.router.policies.view import WORKER_ROW, WorkerRows
+from services.router.policies.view import NUM_CLASSES, WORKER_ROW, IntArray, Pressure, WorkerRows
 from services.router.rates import StepSlope
 from services.router.recent_names import RecentNames
+from services.router.recent_work import BUCKET_S, NUM_BUCKETS, RecentWork
 
 # A worker whose reports or whose steps (while it has work) stand still for this long is suspect.
 SUSPECT_S = 1.0
 # A step may take this many times its expected duration before it counts as standing still.
 _SLOW_STEPS = 4.0
+# Buckets of recent work that show the present load.
+_LATELY = 3
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _DEFAULT_DECODE_STEP_S = 0.03
 
 
 @dataclass(slots=True)
 class PendingAttempt:
-    """A grant that no report shows yet; pulls: bytes that it is to pull, by holder."""
+    """A grant that no report shows yet; pulls: bytes that it is to pull, by holder.
+
+    pairs: of its prompt's tokens with those before them. work_s, prefill_s: all that the worker will have to do for it,
+    and the prompt's part. priority: a PriorityClass, 0 counting as the most urgent.
+    """
 
     tokens: int
     blocks: int
     granted_s: float
     pulls: tuple[tuple[str, float], ...] = ()
+    pairs: float = 0.0
+    work_s: float = 0.0
+    prefill_s: float = 0.0
+    priority: int = 0
+
+    @classmethod
+    def of(cls, placement: Placement, granted_s: float, *, priority: int = 0) -> PendingAttempt:
+        """What a placement adds to its worker's load."""
+        return cls(
+            tokens=placement.prefill_tokens,
+            blocks=placement.num_blocks,
+            granted_s=granted_s,
+            pulls=placement.pulled_bytes,
+            pairs=placement.prefill_pairs,
+            work_s=placement.work_s,
+            prefill_s=placement.prefill_s,
+            priority=priority,
+        )
 
 
 @dataclass(slots=True)
@@ -51,6 +77,12 @@ class Worker:
     slope: StepSlope = field(default_factory=StepSlope)
     # Attempts that reports have lately shown to be admitted or ended.
     shown: RecentNames = field(default_factory=RecentNames)
+
+
+def _set_costs(row: np.void, costs: StepCosts, *, least_step_s: float) -> None:
+    row["least_step_s"] = least_step_s
+    for name, value in asdict(costs).items():
+        row[name] = value
 
 
 def host_number(host: str) -> int:
@@ -71,6 +103,7 @@ class WorkerTable:
         self.workers: dict[WorkerId, Worker] = {}
         self.by_row: dict[int, WorkerId] = {}
         self.links = LinkTable()
+        self.recent = RecentWork()
         self.pending_timeouts = 0
 
     @property
@@ -110,6 +143,7 @@ class WorkerTable:
             for key in list(worker.pending):
                 self._end_pending(worker, key)
             self.links.forget(worker.row)
+            self.recent.forget(worker.row)
             del self.by_row[worker.row]
             self._rows[worker.row] = np.zeros((), WORKER_ROW)
             self._free.append(worker.row)
@@ -134,17 +168,22 @@ class WorkerTable:
         row["total_blocks"] = identity.total_blocks
         row["step_token_budget"] = max(1, identity.step_token_budget)
         row["max_running"] = max(1, identity.max_running_requests)
+        row["step_tokens"] = row["step_token_budget"]
         row["prefill_tokens_per_s"] = identity.prefill_tokens_per_s or _DEFAULT_PREFILL_TOKENS_PER_S
         row["benchmark_prefill_tokens_per_s"] = row["prefill_tokens_per_s"]
         row["decode_step_s"] = identity.decode_step_s or _DEFAULT_DECODE_STEP_S
         row["benchmark_decode_step_s"] = row["decode_step_s"]
-        row["moved_s"] = row["reported_s"] = now_s
+        costs = assumed_costs(float(row["prefill_tokens_per_s"]), float(row["decode_step_s"]))
+        _set_costs(row, costs, least_step_s=float(row["decode_step_s"]))
+        row["moved_s"] = row["reported_s"] = row["told_s"] = now_s
 
     def report(self, worker_id: WorkerId, load: Load, now_s: float) -> None:
         """A Watch stream has brought a load; the worker must have been identified."""
         worker = self.workers[worker_id]
         row = self._rows[worker.row]
         has_work = load.running_requests + load.waiting_requests > 0
+        if load.progress != worker.progress:
+            row["told_s"] = now_s
         if load.progress != worker.progress or not has_work:
             row["moved_s"] = now_s
         worker.progress = load.progress
@@ -155,8 +194,12 @@ class WorkerTable:
         row["running"] = load.running_requests
         row["waiting"] = load.waiting_requests
         row["queued_tokens"] = load.queued_prefill_tokens
+        row["queued_pairs"] = load.queued_prefill_pairs
+        row["waiting_by_class"] = load.waiting_prefill_tokens or (0,) * NUM_CLASSES
         row["decoding"] = load.decoding_sequences
+        row["context_tokens"] = load.context_tokens
         row["free_blocks"] = load.free_blocks
+        row["cached_blocks"] = load.cached_blocks
         self._learn(worker, load)
         worker.shown.add((*load.admitted, *load.ended))
         for key in (*load.admitted, *load.ended):
@@ -174,6 +217,7 @@ class WorkerTable:
         worker = self.workers[worker_id]
         self._end_pending(worker, str(attempt))
         worker.pending[str(attempt)] = pending
+        self.recent.add(worker.row, pending.granted_s, work_s=pending.work_s, prefill_s=pending.prefill_s)
         self.links.add(pending.pulls)
         self._count_pending(worker, pending.granted_s)
 
@@ -200,6 +244,20 @@ class WorkerTable:
         )
         return result
 
+    def pressure(self, candidates: IntArray, now_s: float, *, reuse: float) -> Pressure:
+        """What these rows have had to do of late; reuse: see Pressure."""
+        window, lately = (self.recent.totals(candidates, now_s, num_buckets=count) for count in (NUM_BUCKETS, _LATELY))
+        # A router that has just begun has seen too little to know.
+        lasted_s = max(lately.lasted_s, BUCKET_S)
+        prefill_share = lately.prefill_s / lasted_s
+        return Pressure(
+            window_s=window.work_s,
+            prefill_share=prefill_share,
+            utilisation=float(prefill_share.mean()),
+            arrivals_per_s=float(lately.grants.mean()) / lasted_s,
+            reuse=reuse,
+        )
+
     def tick(self, now_s: float) -> None:
         """Call every `TICK_S`: stop counting grants that no report has shown for too long, notice own pauses."""
         self._pauses.tick(now_s)
@@ -214,7 +272,16 @@ class WorkerTable:
         if load.decode_step_s > 0:
             row["decode_step_s"] = load.decode_step_s
         idle_step_s = (identity.decode_step_s if identity else 0.0) or _DEFAULT_DECODE_STEP_S
-        row["decode_slope_s"] = worker.slope.update(idle_step_s, load.decode_step_s, load.decoding_sequences)
+        row["step_tokens"] = load.step_tokens or row["step_token_budget"]
+        slope_s = worker.slope.update(idle_step_s, load.decode_step_s, load.decoding_sequences)
+        if load.step_costs is not None:
+            _set_costs(row, load.step_costs, least_step_s=load.step_costs.fixed_s)
+        else:
+            idle_s = max(0.0, float(row["decode_step_s"]) - slope_s * max(0, load.decoding_sequences - 1))
+            costs = assumed_costs(float(row["prefill_tokens_per_s"]), idle_s)
+            _set_costs(row, replace(costs, decode_sequence_s=slope_s), least_step_s=idle_s)
+        context = load.context_tokens / max(1, load.decoding_sequences)
+        row["decode_slope_s"] = row["decode_sequence_s"] + row["context_token_s"] * context
         row["stall_limit_s"] = max(SUSPECT_S, _SLOW_STEPS * row["step_token_budget"] / row["prefill_tokens_per_s"])
         self.links.report(worker.row, load.holders)
 
@@ -237,6 +304,11 @@ class WorkerTable:
         row["pending"] = len(worker.pending)
         row["pending_tokens"] = sum(attempt.tokens for attempt in worker.pending.values())
         row["pending_blocks"] = sum(attempt.blocks for attempt in worker.pending.values())
+        row["pending_pairs"] = sum(attempt.pairs for attempt in worker.pending.values())
+        by_class = [0] * NUM_CLASSES
+        for attempt in worker.pending.values():
+            by_class[min(max(attempt.priority, 1), NUM_CLASSES) - 1] += attempt.tokens
+        row["pending_by_class"] = by_class
 
     def _new_row(self) -> int:
         if not self._free:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 from kvmesh.v1 import common_pb2, worker_pb2
@@ -91,7 +92,13 @@ def _fill_load(proto: worker_pb2.WorkerLoad, load: EngineLoad) -> None:
     proto.running_requests = load.running_requests
     proto.waiting_requests = load.waiting_requests
     proto.queued_prefill_tokens = load.queued_prefill_tokens
+    proto.queued_prefill_pairs = load.queued_prefill_pairs
+    proto.waiting_prefill_tokens.extend(load.waiting_prefill_tokens)
     proto.decoding_sequences = load.decoding_sequences
+    proto.context_tokens = load.context_tokens
+    proto.step_tokens = load.step_tokens
+    if load.step_costs is not None:
+        proto.step_costs.CopyFrom(worker_pb2.StepCosts(**asdict(load.step_costs)))
     proto.free_blocks = load.free_blocks
     proto.cached_blocks = load.cached_blocks
     proto.referenced_blocks = load.referenced_blocks

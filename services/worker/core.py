@@ -39,6 +39,7 @@ from services.worker.mover_messages import PinBlocks, PullCut, PullDone, PushDon
 from services.worker.rates import Rates
 from services.worker.scheduler import Advance, Chunk, Scheduler
 from services.worker.sequence import Request, Status
+from services.worker.step_fit import step_work
 from services.worker.transfers import TransferLimits, Transfers
 
 
@@ -116,8 +117,7 @@ class EngineCore:
 
     def schedule(self, now: float) -> list[Chunk]:
         """What to compute next; empty when there is nothing."""
-        budget = self.rates.token_budget(self._limits.step_token_budget, self._limits.target_step_s)
-        return self.scheduler.schedule(budget, now)
+        return self.scheduler.schedule(self._step_tokens, now)
 
     @staticmethod
     def draw_rows(chunks: Sequence[Chunk]) -> list[DrawRow]:
@@ -126,6 +126,11 @@ class EngineCore:
             DrawRow(s.request.sampling, s.choice, s.num_tokens, s.request.prompt, s.tokens[s.num_prompt : s.num_tokens])
             for s in (chunk.sequence for chunk in chunks if chunk.draws)
         ]
+
+    @property
+    def _step_tokens(self) -> int:
+        """Most tokens of the next step."""
+        return self.rates.token_budget(self._limits.step_token_budget, self._limits.target_step_s)
 
     def commit(self, chunks: Sequence[Chunk], draws: Draws, step_s: float, now: float) -> None:
         """Take in the result of a step that took `step_s`; row i of `draws` is of the i-th chunk that draws."""
@@ -172,13 +177,19 @@ class EngineCore:
         """The present load; each call counts as progress of the loop."""
         self._progress += 1
         pool, rates, requests = self.pool.statistics, self.rates, self.scheduler.requests.values()
+        queue = self.scheduler.queue
         running = sum(any(s.status is Status.RUNNING for s in request.sequences) for request in requests)
         return EngineLoad(
             progress=self._progress,
             running_requests=running,
             waiting_requests=len(requests) - running,
-            queued_prefill_tokens=self.scheduler.queued_prefill_tokens,
-            decoding_sequences=self.scheduler.num_decoding,
+            queued_prefill_tokens=queue.prefill_tokens,
+            queued_prefill_pairs=queue.prefill_pairs,
+            waiting_prefill_tokens=queue.waiting_tokens,
+            decoding_sequences=queue.decoding_sequences,
+            context_tokens=queue.context_tokens,
+            step_tokens=self._step_tokens,
+            step_costs=rates.steps.costs,
             free_blocks=pool.available,
             cached_blocks=pool.cached,
             referenced_blocks=pool.referenced,
@@ -252,9 +263,7 @@ class EngineCore:
                 self.to_mover.append(push)
 
     def _observe(self, chunks: Sequence[Chunk], step_s: float) -> None:
-        decode_rows = sum(chunk.length == 1 for chunk in chunks)
-        prefill_tokens = sum(chunk.length for chunk in chunks) - decode_rows
-        self.rates.observe_step(prefill_tokens=prefill_tokens, decode_rows=decode_rows, step_s=step_s)
+        self.rates.observe_step(step_work(chunks), step_s)
 
     def _announce(self) -> None:
         adds, removes = self.pool.take_changes()

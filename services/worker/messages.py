@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from services.common.step_costs import StepCosts
 from services.worker.link_messages import HolderLinks
 
 
@@ -246,6 +247,11 @@ class EngineLoad(Message, frozen=True):
     preemptions: int
     pushes_dropped: int
     pushes_deferred: int = 0
+    queued_prefill_pairs: float = 0.0
+    waiting_prefill_tokens: tuple[int, ...] = ()
+    context_tokens: int = 0
+    step_tokens: int = 0
+    step_costs: StepCosts | None = None
     holders: list[HolderLinks] = []
     pulls_skipped: dict[str, int] = {}
     pulls_cut: int = 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from services.common.step_costs import StepWork, assumed_costs
+from services.worker.step_fit import StepFit
+
 # Weight of the newest observation: a change of speed shows within ten steps, one slow step moves it by a fifth.
 _WEIGHT = 0.2
 # Steps with fewer prefill tokens say little about the speed of prefill.
@@ -16,9 +19,12 @@ class Rates:
     def __init__(self, prefill_tokens_per_s: float, decode_step_s: float) -> None:
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self.decode_step_s = decode_step_s
+        self.steps = StepFit(assumed_costs(prefill_tokens_per_s or 1000.0, decode_step_s))
 
-    def observe_step(self, *, prefill_tokens: int, decode_rows: int, step_s: float) -> None:
+    def observe_step(self, work: StepWork, step_s: float) -> None:
         """One step that has run. Decode rows in it cost about what prefill tokens do."""
+        prefill_tokens, decode_rows = work.prefill_tokens, work.decode_sequences
+        self.steps.observe(work, step_s)
         if prefill_tokens >= _MIN_OBSERVED_TOKENS:
             rate = (prefill_tokens + decode_rows) / max(step_s, 1e-6)
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, rate)

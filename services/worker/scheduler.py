@@ -22,6 +22,7 @@ from services.common.blocks import BLOCK_TOKENS, BlockId, next_block_id
 from services.worker.admission import SchedulerLimits, check_request
 from services.worker.block_pool import BlockPool
 from services.worker.errors import QueueFull, Refused
+from services.worker.queue_state import QueueState, queue_state
 from services.worker.sequence import Request, Sequence, Status, blocks_for
 
 MIN_PREFILL_TOKENS = 32
@@ -67,15 +68,14 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_decoding(self) -> int:
-        """Running sequences whose next step is one token."""
-        return sum(sequence.num_missing == 1 for sequence in self._running)
+    def queued_prefill_tokens(self) -> int:
+        """See QueueState."""
+        return self.queue.prefill_tokens
 
     @property
-    def queued_prefill_tokens(self) -> int:
-        """Tokens admitted and not computed, known prefix hits of those that wait left out; pulls are not counted."""
-        prefills = sum(s.num_missing for s in self._running if s.num_missing > 1)
-        return prefills + sum(self._expected_tokens(s) for s in self._waiting)
+    def queue(self) -> QueueState:
+        """What is before the engine now."""
+        return queue_state(self._running, self._waiting, self._expected_tokens)
 
     def admit(self, request: Request, prefill_tokens_per_s: float) -> int:
         """Give `request` its place, with sequences that do not wait yet (`enqueue`).

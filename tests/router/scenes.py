@@ -126,7 +126,7 @@ class Scene:
     def place(self, ask: Ask, now_s: float = NOW_S, *, count: bool = False) -> Placement | Refused:
         answer = self.placer.place(ask, now_s)
         if count and isinstance(answer, Placement):
-            pending = PendingAttempt(answer.prefill_tokens, answer.num_blocks, now_s, answer.pulled_bytes)
+            pending = PendingAttempt.of(answer, now_s, priority=ask.priority)
             self.table.grant(answer.worker_id, ask.id, pending)
         return answer
 

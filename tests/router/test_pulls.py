@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from services.common.links import FAR, NEAR, SSD, Link, faded
 from services.router.domain import AttemptId, HolderLinks, MeasuredLink, Placement, WorkerId
 from services.router.link_table import LinkTable
 from services.router.policies.pulls import NO_SOURCE, best_plans
-from services.router.policies.view import WORKER_ROW, LinkArrays, PolicyRequest, PolicyView, Sources
+from services.router.policies.view import WORKER_ROW, LinkArrays, PolicyRequest, PolicyView, Sources, idle
 from services.router.workers import PendingAttempt
 from tests.router.scenes import IDLE, NOW_S, Scene, chain, links
 
@@ -28,7 +29,7 @@ REQUEST = PolicyRequest(
     prefix_key=1,
     sequence=1,
 )
-DECODE_STEP_S = 0.02
+STEP_TOKENS, FIXED_S = 256, 0.02
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ holders = st.builds(
 
 def view_of(sources: list[Holder], local: int, tokens_per_s: float) -> PolicyView:
     rows = np.zeros(1, WORKER_ROW)
-    rows["block_bytes"], rows["prefill_tokens_per_s"], rows["decode_step_s"] = BLOCK_BYTES, tokens_per_s, DECODE_STEP_S
+    rows["block_bytes"], rows["prefill_token_s"] = BLOCK_BYTES, 1 / tokens_per_s
+    rows["step_tokens"], rows["fixed_s"] = STEP_TOKENS, FIXED_S
 
     def column(name: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         return np.array([[getattr(source, name) for source in sources]], np.float64)
@@ -79,11 +81,13 @@ def view_of(sources: list[Holder], local: int, tokens_per_s: float) -> PolicyVie
             is_self=np.zeros((1, len(sources)), np.bool_),
             links=LinkArrays(column("rate"), column("setup_s"), column("ssd_rate"), column("ssd_setup_s")),
         ),
+        idle(1),
     )
 
 
 def prefill_s(held: int, tokens_per_s: float) -> float:
-    return max((REQUEST.prompt_tokens - held * BLOCK_TOKENS) / tokens_per_s, DECODE_STEP_S)
+    tokens = REQUEST.prompt_tokens - held * BLOCK_TOKENS
+    return tokens / tokens_per_s + math.ceil(tokens / STEP_TOKENS) * FIXED_S
 
 
 def best_by_hand(sources: list[Holder], local: int, tokens_per_s: float) -> float:
@@ -113,7 +117,7 @@ def test_the_plan_is_the_best_and_never_slower_than_computing(
 ) -> None:
     plans = best_plans(REQUEST, view_of(sources, local, tokens_per_s))
     total_s = float(plans.seconds[0] + plans.prefill_s[0])
-    assert total_s <= prefill_s(local, tokens_per_s)
+    assert total_s <= prefill_s(local, tokens_per_s) + 1e-9
     assert float(plans.alone_s[0]) == pytest.approx(prefill_s(local, tokens_per_s))
     assert total_s == pytest.approx(best_by_hand(sources, local, tokens_per_s))
     # And it is what it says.

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from services.common.step_costs import StepWork
 from services.router.watch import load_of
 from services.worker import observation
 from services.worker.convert import chunk_proto, load_proto, submit_message
@@ -149,13 +150,13 @@ def test_routers_hear_what_was_learned_of_links() -> None:
 def test_rates_recover_from_a_slow_time() -> None:
     rates = Rates(1000.0, 0.02)
     for _ in range(50):
-        rates.observe_step(prefill_tokens=64, decode_rows=0, step_s=10.0)
+        rates.observe_step(StepWork(64, 0.0, 0, 0), 10.0)
     assert rates.token_budget(512, 0.2) == 64
     for _ in range(50):
         tokens = rates.token_budget(512, 0.2)
-        rates.observe_step(prefill_tokens=tokens, decode_rows=0, step_s=tokens / 2000)
+        rates.observe_step(StepWork(tokens, 0.0, 0, 0), tokens / 2000)
     assert rates.token_budget(512, 0.2) > 350
-    rates.observe_step(prefill_tokens=0, decode_rows=3, step_s=0.12)
+    rates.observe_step(StepWork(0, 0.0, 3, 300), 0.12)
     assert rates.decode_step_s == pytest.approx(0.04)
 
 

@@ -388,6 +388,11 @@ class WorkerLoad(_message.Message):
     ADMITTED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
+    QUEUED_PREFILL_PAIRS_FIELD_NUMBER: _builtins.int
+    WAITING_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_COSTS_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Steps of the engine loop so far; stands still when the engine does."""
     ready: _builtins.bool
@@ -405,6 +410,12 @@ class WorkerLoad(_message.Message):
     prefill_tokens_per_s: _builtins.float
     """Learned online: prompt tokens/s, seconds of a decode step at the present batch."""
     decode_step_s: _builtins.float
+    queued_prefill_pairs: _builtins.float
+    """For each queued prompt token the tokens before it that it attends to, summed."""
+    context_tokens: _builtins.int
+    """Context of all decoding sequences together."""
+    step_tokens: _builtins.int
+    """Most tokens of a step at present."""
     @_builtins.property
     def admitted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Attempts admitted and ended since the last message: "request_id/attempt"."""
@@ -415,6 +426,12 @@ class WorkerLoad(_message.Message):
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___HolderLinks]:
         """The holders that this worker has pulled from of late, at most 16."""
 
+    @_builtins.property
+    def waiting_prefill_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the queued prompt tokens those that no step has begun, by PriorityClass from interactive on."""
+
+    @_builtins.property
+    def step_costs(self) -> Global___StepCosts: ...
     def __init__(
         self,
         *,
@@ -433,14 +450,57 @@ class WorkerLoad(_message.Message):
         admitted: _abc.Iterable[_builtins.str] | None = ...,
         ended: _abc.Iterable[_builtins.str] | None = ...,
         holders: _abc.Iterable[Global___HolderLinks] | None = ...,
+        queued_prefill_pairs: _builtins.float = ...,
+        waiting_prefill_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        context_tokens: _builtins.int = ...,
+        step_tokens: _builtins.int = ...,
+        step_costs: Global___StepCosts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step_costs", b"step_costs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached_blocks", b"cached_blocks", "decode_step_s", b"decode_step_s", "decoding_sequences", b"decoding_sequences", "draining", b"draining", "ended", b"ended", "free_blocks", b"free_blocks", "holders", b"holders", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "referenced_blocks", b"referenced_blocks", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "decoding_sequences", b"decoding_sequences", "draining", b"draining", "ended", b"ended", "free_blocks", b"free_blocks", "holders", b"holders", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "queued_prefill_pairs", b"queued_prefill_pairs", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "referenced_blocks", b"referenced_blocks", "running_requests", b"running_requests", "step_costs", b"step_costs", "step_tokens", b"step_tokens", "waiting_prefill_tokens", b"waiting_prefill_tokens", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class StepCosts(_message.Message):
+    """Seconds of a step, learned online: the sum of fixed_s, of decoding_s where anything decodes, and of the others for
+    each prompt token, each pair of a prompt token and one before it, each decoding sequence, each token of its context.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIXED_S_FIELD_NUMBER: _builtins.int
+    DECODING_S_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PREFILL_PAIR_S_FIELD_NUMBER: _builtins.int
+    DECODE_SEQUENCE_S_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    fixed_s: _builtins.float
+    decoding_s: _builtins.float
+    prefill_token_s: _builtins.float
+    prefill_pair_s: _builtins.float
+    decode_sequence_s: _builtins.float
+    context_token_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        fixed_s: _builtins.float = ...,
+        decoding_s: _builtins.float = ...,
+        prefill_token_s: _builtins.float = ...,
+        prefill_pair_s: _builtins.float = ...,
+        decode_sequence_s: _builtins.float = ...,
+        context_token_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_token_s", b"context_token_s", "decode_sequence_s", b"decode_sequence_s", "decoding_s", b"decoding_s", "fixed_s", b"fixed_s", "prefill_pair_s", b"prefill_pair_s", "prefill_token_s", b"prefill_token_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepCosts: _TypeAlias = StepCosts  # noqa: Y015
 
 @_typing.final
 class HolderLinks(_message.Message):

@@ -8,10 +8,13 @@ learned online.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from services.router.policies.engine_time import interference_s, pairs_of, work_ahead
+from services.router.policies.harm import MAX_SHARE, decode_harm_s, delay_harm_s, eviction_harm_s
 from services.router.policies.pulls import PullPlans, best_plans
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView
 
@@ -24,17 +27,26 @@ class Costs:
     pull_s: FloatArray
     prefill_s: FloatArray
     interference_s: FloatArray
-    # Time that this request takes from those already there.
-    harm_s: FloatArray
+    # Time that this request takes from others, by kind.
+    harm: Mapping[str, FloatArray]
     # Mean time of each token after the first.
     predicted_tpot_s: FloatArray
     prefill_tokens: IntArray
+    # Of each of these the tokens before it, summed.
+    prefill_pairs: FloatArray
+    # All that the worker has to do for the request.
+    work_s: FloatArray
     pull: PullPlans
 
     @property
     def predicted_ttft_s(self) -> FloatArray:
         """Seconds from the decision to the first token."""
         return self.queue_s + self.pull_s + self.prefill_s + self.interference_s
+
+    @property
+    def harm_s(self) -> FloatArray:
+        """Seconds of others, all kinds together."""
+        return np.sum(list(self.harm.values()), axis=0)  # type: ignore[no-any-return]
 
     def terms(self) -> dict[str, FloatArray]:
         """For the explanation; not summed: what of pull_s is waiting at holders, and the prefill that pulls save."""
@@ -44,6 +56,7 @@ class Costs:
             "prefill_s": self.prefill_s,
             "interference_s": self.interference_s,
             "harm_s": self.harm_s,
+            **self.harm,
             "predicted_tpot_s": self.predicted_tpot_s,
             "pull_queue_s": self.pull.queue_s,
             "saved_prefill_s": self.pull.alone_s - self.prefill_s,
@@ -54,19 +67,40 @@ def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
     """Costs of `request` on every candidate."""
     rows = view.rows
     pull = best_plans(request, view)
-    tokens = request.prompt_tokens - pull.end * request.block_tokens
-    queued = rows["queued_tokens"] + rows["pending_tokens"]
-    steps = np.ceil((queued + tokens) / rows["step_token_budget"])
+    start = pull.end * request.block_tokens
+    tokens = request.prompt_tokens - start
+    ahead = work_ahead(request, rows)
+    queue_s = ahead.seconds + _slot_wait_s(request, view)
+    # A step of the answer is everybody's.
+    step_s = rows["fixed_s"] + rows["decoding_s"] + rows["decode_slope_s"] * (rows["decoding"] + 1.0)
+    work_s = pull.prefill_s + request.expected_output_tokens * request.num_choices * step_s / (rows["decoding"] + 1.0)
+    harm = {
+        "decode_harm_s": decode_harm_s(request, view),
+        "delay_harm_s": delay_harm_s(pull.prefill_s, queue_s, view),
+        "eviction_harm_s": eviction_harm_s(request, view),
+    }
     return Costs(
-        queue_s=queued / rows["prefill_tokens_per_s"] + _slot_wait_s(request, view),
-        pull_s=pull.seconds,
+        queue_s=queue_s,
+        # What is before the request is computed while it pulls.
+        pull_s=np.maximum(0.0, pull.seconds - ahead.seconds),
         prefill_s=pull.prefill_s,
-        interference_s=np.where(rows["decoding"] > 0, steps * rows["decode_step_s"], 0.0),
-        harm_s=_harm_s(request, view),
-        predicted_tpot_s=rows["decode_step_s"] + rows["decode_slope_s"] * (rows["pending"] + request.num_choices),
+        interference_s=interference_s(request, ahead, rows, tokens),
+        harm=harm,
+        predicted_tpot_s=_tpot_s(request, view),
         prefill_tokens=tokens,
+        prefill_pairs=pairs_of(start, tokens),
+        work_s=work_s,
         pull=pull,
     )
+
+
+def _tpot_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
+    """A decode step with this request in it, prolonged by the prompts that come meanwhile."""
+    rows = view.rows
+    others = rows["decoding"] + rows["waiting"] + rows["pending"]
+    step_s = rows["fixed_s"] + rows["decoding_s"] + rows["decode_slope_s"] * (others + request.num_choices)
+    result: FloatArray = step_s / (1.0 - np.minimum(view.pressure.prefill_share, MAX_SHARE))
+    return result
 
 
 def _slot_wait_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
@@ -79,12 +113,4 @@ def _slot_wait_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
     lacking = needed + rows["pending_blocks"] - rows["free_blocks"]
     for_blocks_s = np.where(lacking > 0, service_s / np.maximum(1.0, rows["running"]), 0.0)
     result: FloatArray = np.maximum(for_slot_s, for_blocks_s)
-    return result
-
-
-def _harm_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
-    """Each step of this request's output makes everybody's longer by the slope of the step time."""
-    rows = view.rows
-    others = rows["decoding"] + rows["waiting"] + rows["pending"]
-    result: FloatArray = request.expected_output_tokens * request.num_choices * rows["decode_slope_s"] * others
     return result

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.router.policies.engine_time import prefill_s
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView, Sources
 
 NO_SOURCE = -1
@@ -47,7 +48,7 @@ def best_plans(request: PolicyRequest, view: PolicyView) -> PullPlans:
     """The best plan of each candidate."""
     rows, local = view.rows, view.local_blocks
     candidates = np.arange(len(rows))
-    alone_s = _prefill_s(request, view, local[:, None])[:, 0]
+    alone_s = prefill_s(request, rows, local[:, None])[:, 0]
     if not len(view.sources.end):
         none = np.full(len(rows), NO_SOURCE, np.int64)
         zero = np.zeros(len(rows), np.float64)
@@ -56,10 +57,10 @@ def best_plans(request: PolicyRequest, view: PolicyView) -> PullPlans:
     count = len(options.end)
     # [candidate, option] after the local blocks, and [candidate, first option, second option] after the first's end.
     one_s = _run_seconds(view, options, local[:, None, None])[:, 0]
-    prefill_s = _prefill_s(request, view, options.end[None])
-    total_s = np.concatenate([alone_s[:, None], one_s + prefill_s], axis=1)
+    rest_s = prefill_s(request, rows, options.end[None])
+    total_s = np.concatenate([alone_s[:, None], one_s + rest_s], axis=1)
     if count > 1:
-        two_s = one_s[:, :, None] + _run_seconds(view, options, options.end[None, :, None]) + prefill_s[:, None]
+        two_s = one_s[:, :, None] + _run_seconds(view, options, options.end[None, :, None]) + rest_s[:, None]
         total_s = np.concatenate([total_s, two_s.reshape(len(rows), count * count)], axis=1)
     best = total_s.argmin(axis=1)
     pair = best - 1 - count
@@ -67,7 +68,7 @@ def best_plans(request: PolicyRequest, view: PolicyView) -> PullPlans:
     second = np.where(pair >= 0, pair % count, NO_SOURCE)
     last = np.where(second >= 0, second, first)
     end = np.where(best > 0, options.end[last], local)
-    left_s = np.where(best > 0, prefill_s[candidates, last], alone_s)
+    left_s = np.where(best > 0, rest_s[candidates, last], alone_s)
     queue_s = np.append(view.sources.queue_bytes / view.sources.links.bytes_per_s, np.zeros((len(rows), 1)), axis=1)
     sources = np.append(options.source, NO_SOURCE)
     return PullPlans(
@@ -105,12 +106,4 @@ def _run_seconds(view: PolicyView, options: _Options, begin: IntArray) -> FloatA
     seconds = fixed_s[:, None] + in_memory * block_s[:, None]
     seconds = seconds + np.where(on_ssd > 0, links.ssd_setup_s[:, source][:, None] + on_ssd * ssd_block_s[:, None], 0.0)
     result: FloatArray = np.where((options.end > begin) & ~sources.is_self[:, source][:, None], seconds, np.inf)
-    return result
-
-
-def _prefill_s(request: PolicyRequest, view: PolicyView, held: IntArray) -> FloatArray:
-    """Computing what follows `held` blocks, [candidate or 1, any]."""
-    rows = view.rows
-    tokens = request.prompt_tokens - held * request.block_tokens
-    result: FloatArray = np.maximum(tokens / rows["prefill_tokens_per_s"][:, None], rows["decode_step_s"][:, None])
     return result

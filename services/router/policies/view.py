@@ -11,6 +11,9 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+# Of priority, from the most urgent on.
+NUM_CLASSES = 3
+
 # One worker. Rates are per second; *_s are seconds; host numbers the machine; slot is the worker's in the index, -1
 # where it has none.
 WORKER_ROW = np.dtype(
@@ -27,15 +30,31 @@ WORKER_ROW = np.dtype(
         ("block_bytes", np.float64),
         ("total_blocks", np.int64),
         ("step_token_budget", np.float64),
+        # Most tokens of a step now, and what a step takes (services.common.step_costs), the shortest one too.
+        ("step_tokens", np.float64),
+        ("fixed_s", np.float64),
+        ("decoding_s", np.float64),
+        ("prefill_token_s", np.float64),
+        ("prefill_pair_s", np.float64),
+        ("decode_sequence_s", np.float64),
+        ("context_token_s", np.float64),
+        ("least_step_s", np.float64),
         ("max_running", np.float64),
+        # When a report came, when one came that its engine had not made before, and when it showed progress or no work.
         ("reported_s", np.float64),
+        ("told_s", np.float64),
         ("moved_s", np.float64),
         ("stall_limit_s", np.float64),
         ("running", np.float64),
         ("waiting", np.float64),
         ("queued_tokens", np.float64),
+        ("queued_pairs", np.float64),
+        ("waiting_by_class", np.float64, (NUM_CLASSES,)),
         ("decoding", np.float64),
+        ("context_tokens", np.float64),
+        # Blocks that nobody uses, and those of them whose content is still there.
         ("free_blocks", np.float64),
+        ("cached_blocks", np.float64),
         ("prefill_tokens_per_s", np.float64),
         ("decode_step_s", np.float64),
         ("decode_slope_s", np.float64),
@@ -46,6 +65,8 @@ WORKER_ROW = np.dtype(
         ("pending", np.float64),
         ("pending_tokens", np.float64),
         ("pending_blocks", np.float64),
+        ("pending_pairs", np.float64),
+        ("pending_by_class", np.float64, (NUM_CLASSES,)),
         ("host", np.int64),
         ("slot", np.int64),
         ("name_hash", np.uint64),
@@ -65,6 +86,9 @@ class PolicyRequest:
     prefix_key: int
     # Decisions made before this one.
     sequence: int
+    now_s: float = 0.0
+    # A PriorityClass; 0 counts as the most urgent, as workers serve it.
+    priority: int = 0
 
     @property
     def usable_blocks(self) -> int:
@@ -104,12 +128,35 @@ def no_sources(num_candidates: int) -> Sources:
 
 
 @dataclass(frozen=True, slots=True)
+class Pressure:
+    """How much the candidates have had to do of late.
+
+    window_s: seconds of work granted to each in the last three minutes. prefill_share: of the last half minute, that
+    each was given prompts for; utilisation: its mean; arrivals_per_s: grants to the mean candidate. reuse: share of
+    the blocks asked for that somebody held.
+    """
+
+    window_s: FloatArray
+    prefill_share: FloatArray
+    utilisation: float = 0.0
+    arrivals_per_s: float = 0.0
+    reuse: float = 0.0
+
+
+def idle(num_candidates: int) -> Pressure:
+    """Nobody has had anything to do."""
+    none = np.zeros(num_candidates)
+    return Pressure(none, none)
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyView:
     """Candidates only, each able to finish the request. local_blocks: leading blocks that the candidate itself has."""
 
     rows: WorkerRows
     local_blocks: IntArray
     sources: Sources
+    pressure: Pressure
 
 
 def rendezvous(name_hashes: npt.NDArray[np.uint64], key: int) -> FloatArray:

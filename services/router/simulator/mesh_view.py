@@ -16,6 +16,8 @@ from services.common.announcements import Header, Kind, Tier
 from services.common.blocks import BlockId
 from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
+from services.common.step_costs import StepCosts
+from services.common.time_model import TimeModel
 from services.router.decisions import Decisions, OpenAttempts
 from services.router.domain import Ask, AttemptId, Identity, Load, Placement, Refused, WorkerId
 from services.router.metrics import RouterMetrics
@@ -62,6 +64,8 @@ class MeshView:
         self.opened: OpenAttempts = {}
         self._profile = profile
         self._delays = delays
+        # Workers learn what their steps cost within seconds, and here it never changes.
+        self._step_costs = step_costs_of(profile.time_model)
         self._members = [self._join(number) for number in range(num_workers)]
         self._numbers = {member.worker_id: number for number, member in enumerate(self._members)}
         self._rows = np.array([member.row for member in self._members])
@@ -113,6 +117,8 @@ class MeshView:
             queued_prefill_tokens=state.queued_prefill_tokens,
             decoding_sequences=state.decoding,
             free_blocks=state.free_blocks,
+            cached_blocks=worker.cache.idle,
+            step_costs=self._step_costs,
             prefill_tokens_per_s=worker.rates.prefill_tokens_per_s,
             decode_step_s=worker.rates.decode_step_s,
             admitted=admitted,
@@ -174,6 +180,18 @@ class MeshView:
         header = Header(1, member.seq, Kind.CHANGE, 0, 0)
         entries = [(block_id, int(Tier.HBM)) for block_id in adds]
         self.decisions.replica.apply(f"worker/{member.worker_id}", header, entries, removes)
+
+
+def step_costs_of(model: TimeModel) -> StepCosts:
+    """What such a worker learns of its steps."""
+    return StepCosts(
+        fixed_s=0.0,
+        decoding_s=model.decode_step_s,
+        prefill_token_s=1.0 / model.prefill_tokens_per_s,
+        prefill_pair_s=0.0,
+        decode_sequence_s=model.decode_sequence_s,
+        context_token_s=model.context_s,
+    )
 
 
 def identity_of(worker_id: WorkerId, profile: WorkerProfile) -> Identity:

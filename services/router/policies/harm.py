@@ -1,0 +1,41 @@
+"""What a request takes from others, in seconds of theirs: its worker's present requests, and those still to come."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.router.policies.view import FloatArray, PolicyRequest, PolicyView
+
+# A mesh that is given more work than it can do has no finite queue: what is counted stays finite.
+MAX_SHARE = 0.95
+
+
+def decode_harm_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
+    """Each step of this request's output makes everybody's longer by the slope of the step time."""
+    rows = view.rows
+    others = rows["decoding"] + rows["waiting"] + rows["pending"]
+    result: FloatArray = request.expected_output_tokens * request.num_choices * rows["decode_slope_s"] * others
+    return result
+
+
+def delay_harm_s(work_s: FloatArray, queue_s: FloatArray, view: PolicyView) -> FloatArray:
+    """Requests that arrive before the worker is idle again wait for this one's work.
+
+    With arrivals at a rate and a utilisation, a queue that takes queue_s + work_s to compute lasts
+    (queue_s + work_s) / (1 - utilisation), and each arrival in that time is delayed by work_s (an M/G/1 busy period;
+    Kleinrock, "Queueing Systems", 1975, section 5.8).
+    """
+    pressure = view.pressure
+    lasts_s = (queue_s + work_s) / (1.0 - min(pressure.utilisation, MAX_SHARE))
+    result: FloatArray = work_s * lasts_s * pressure.arrivals_per_s
+    return result
+
+
+def eviction_harm_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
+    """Computing again what this request evicts, as often as what is held is asked for."""
+    rows = view.rows
+    unused = np.maximum(0.0, rows["free_blocks"] - rows["cached_blocks"] - rows["pending_blocks"])
+    needed = np.ceil(request.prompt_tokens / request.block_tokens) - view.local_blocks
+    evicted = np.minimum(np.maximum(0.0, needed - unused), rows["cached_blocks"])
+    result: FloatArray = evicted * request.block_tokens * rows["prefill_token_s"] * view.pressure.reuse
+    return result
