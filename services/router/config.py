@@ -9,7 +9,7 @@ from pydantic import Field
 
 from services.common.settings import ServiceSettings
 
-PolicyName = Literal["predicted_ttft", "prefix_hash", "least_loaded", "round_robin"]
+PolicyName = Literal["predicted_ttft", "e2", "prefix_hash", "least_loaded", "round_robin"]
 
 
 class RouterSettings(ServiceSettings):

@@ -51,7 +51,7 @@ def up(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="How routers choose: predicted_ttft, prefix_hash, least_loaded or round_robin."
+            help="How routers choose: predicted_ttft, e2, prefix_hash, least_loaded or round_robin."
             " (default: predicted_ttft)"
         ),
     ] = None,
