@@ -2,8 +2,8 @@
 
 Keys that one script touches share a hash tag, so that Redis Cluster keeps them together: `{mesh:registry}` for the
 registry, `{mesh:generations}` for the generations of tenants, `{mesh:control}` for what operators have set,
-`{mesh:artifacts}` for model artifacts, `{mesh:news}` for what routers tell each other and `{mesh:<shard>}` for the block
-sets of the locations of one shard.
+`{mesh:artifacts}` for model artifacts, `{mesh:news}` for what routers tell each other and `{mesh:<shard>}` for the
+block sets of the locations of one shard.
 """
 
 from __future__ import annotations

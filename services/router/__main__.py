@@ -28,6 +28,7 @@ from services.router.index.follower import IndexFollower
 from services.router.metrics import RouterMetrics, observe_gauges, observe_total
 from services.router.news.exchange import NewsExchange
 from services.router.placement import PlacementConfig
+from services.router.pool_metrics import PoolMetrics
 from services.router.service import RouterService
 from services.router.watch import WorkerWatcher
 
@@ -77,6 +78,7 @@ class _Router:
         self._control = ControlPlane(self.decisions, self._client, self._health)
         # Settings may give several routers one instance name; its news is told apart by this one.
         router = generated_instance(settings.service)
+        self._pools = PoolMetrics(self.decisions.pools)
         self._news = NewsExchange(
             self._client, router, self.decisions.outbox, self.decisions.take_in, health=self._health
         )
@@ -97,7 +99,10 @@ class _Router:
         try:
             async with asyncio.TaskGroup() as group:
                 control = self._control
-                parts = (self._registry, self._follower, self._watcher, control.feed, control.follower, self._news)
+                parts = (
+                    *(self._registry, self._follower, self._watcher, control.feed, control.follower),
+                    *(self._news, self._pools),
+                )
                 tasks = [group.create_task(part.run()) for part in parts]
                 await self._serve(metrics_address, stop)
                 for task in tasks:

@@ -12,14 +12,16 @@ from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
 from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Refused, WorkerId
 from services.router.explanations import Explanations
-from services.router.gateway_queues import GatewayQueues
+from services.router.gateway_queues import GatewayQueues, ModelQueue
 from services.router.holders import Holders
 from services.router.index.replica import Replica
 from services.router.metrics import RouterMetrics
 from services.router.news.intake import take_in
-from services.router.news.messages import ClosedNews, GrantedNews, News
+from services.router.news.messages import ClosedNews, GrantedNews, News, QueuesNews
 from services.router.news.outbox import NewsOutbox
 from services.router.placement import PlacementConfig, Placer
+from services.router.pools import Pools
+from services.router.scaling import ScalingConfig
 from services.router.workers import PendingAttempt, WorkerTable
 
 # Open attempts of one gateway; beyond it the oldest is forgotten and counted.
@@ -62,6 +64,7 @@ class Decisions:
         self._placer = Placer(config, self.table, self.holders)
         self.explanations = Explanations(explained_requests)
         self.gateway_queues = GatewayQueues()
+        self.pools = Pools(ScalingConfig(), self.table, self.gateway_queues, self._placer)
         # What other routers are to be told.
         self.outbox = NewsOutbox()
         self._health = health
@@ -84,9 +87,11 @@ class Decisions:
         """Decide; a grant is counted as load and entered into `opened`."""
         began_s = perf_counter()
         index_usable = self._health.connected or bool(self.replica.locations)
-        answer = self._placer.place(ask, now_s, index_usable=index_usable)
+        waiting = self.gateway_queues.total(ask.model, now_s)
+        answer = self._placer.place(ask, now_s, index_usable=index_usable, waiting_tokens=waiting.prompt_tokens)
         if isinstance(answer, Placement):
             self._enter(ask, answer, opened, now_s)
+        self.pools.answered(ask, answer, now_s)
         self._metrics.decided(answer, perf_counter() - began_s)
         self.explanations.decided(ask, answer, self.table.by_row, now_s)
         self._explain(ask, answer)
@@ -110,6 +115,7 @@ class Decisions:
         self.outbox.put(ClosedNews(entry.worker_id, attempt))
         if outcome == "ok" and output_tokens:
             self._placer.output_tokens.update(output_tokens / entry.num_choices)
+        self._placer.lateness.update(entry.predicted_ttft_s, ttft_s)
         self._metrics.closed(entry.policy, outcome, entry.predicted_ttft_s, ttft_s)
         if _explains():
             _log.debug(
@@ -122,9 +128,17 @@ class Decisions:
                 actual_ttft_s=round(ttft_s, 6),
             )
 
+    def queues_told(self, gateway: str, queues: tuple[ModelQueue, ...], now_s: float) -> None:
+        """One of this router's gateways says what waits in it."""
+        if queues or gateway in self.gateway_queues:
+            self.outbox.put(QueuesNews(gateway, queues))
+        self.gateway_queues.tell(gateway, queues, now_s)
+
     def take_in(self, news: News, now_s: float) -> None:
         """Another router has told something."""
         take_in(news, self.table, self.gateway_queues, now_s)
+        if isinstance(news, GrantedNews):
+            self.pools.granted(news.worker_id, news.pending.tokens, now_s)
 
     def indexed_blocks(self, location: str) -> int:
         """Blocks that the index has of a location."""

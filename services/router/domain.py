@@ -29,6 +29,15 @@ class AttemptId:
 
 
 @dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a worker must have beyond the model: empty fields ask for nothing."""
+
+    dtype: str = ""
+    device: str = ""
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """A request that wants a worker; block_ids are those of the prompt's full blocks.
 
@@ -50,6 +59,7 @@ class Ask:
     priority: int = 0
     ttft_objective_s: float = 0.0
     tpot_objective_s: float = 0.0
+    requires: Requirements = Requirements()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,10 @@ class Identity:
     decode_step_s: float
     step_token_budget: int
     max_running_requests: int
+    # "both", "prefill" or "decode"; "cpu" or "cuda", empty: not told.
+    role: str = "both"
+    device: str = ""
+    adapters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

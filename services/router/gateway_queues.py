@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A gateway that waits says so at least this often; one that is silent for longer has gone, or has nobody waiting.
-REPEAT_S = 1.0
+# A gateway in which somebody waits says so every second; one that has been silent for this long has gone.
 FORGET_S = 3.0
 
 
@@ -42,6 +41,9 @@ class GatewayQueues:
         self.forget([gateway for gateway, (_, told_s) in self._queues.items() if now_s - told_s > FORGET_S])
         queues = [queue for queues, _ in self._queues.values() for queue in queues if queue.model == model]
         return ModelQueue(model, sum(one.requests for one in queues), sum(one.prompt_tokens for one in queues))
+
+    def __contains__(self, gateway: str) -> bool:
+        return gateway in self._queues
 
     def __len__(self) -> int:
         return len(self._queues)

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from services.router.admission import RETRY_S, AdmissionConfig, Forecast, admissible
-from services.router.domain import Ask, Explanation, Placement, PullRun, RefusalReason, Refused, WorkerId
+from services.router.capability import candidates as able_candidates
+from services.router.domain import Ask, Explanation, Placement, PullRun, RefusalReason, Refused
 from services.router.holders import Holders, Source, pull_run
+from services.router.lateness import Lateness
 from services.router.policies import POLICIES
 from services.router.policies.costs import Costs, estimate
 from services.router.policies.pulls import NO_SOURCE, PullPlans
@@ -41,15 +43,23 @@ class Placer:
         self._holders = holders
         self._sequence = 0
         self.output_tokens = RunningMean(_FIRST_OUTPUT_TOKENS)
-        self.forecast = Forecast()
         # Share of a prompt's blocks that some worker held.
         self.reuse = RunningMean(0.0)
+        # Share of their prompts that grants leave to be computed.
+        self.computed_share = RunningMean(1.0)
+        self.lateness = Lateness()
 
-    def place(self, ask: Ask, now_s: float, *, index_usable: bool = True) -> Placement | Refused:
-        """A placement or a refusal. index_usable: False when nothing is known of where blocks are."""
+    def place(
+        self, ask: Ask, now_s: float, *, index_usable: bool = True, waiting_tokens: float = 0.0
+    ) -> Placement | Refused:
+        """A placement or a refusal.
+
+        index_usable: False when nothing is known of where blocks are. waiting_tokens: of the prompts for this model
+        that wait in gateways.
+        """
         serving = self._table.serving(now_s)
         model = self._table.model_number(ask.model, ask.model_digest)
-        candidates = self._candidates(ask, serving, model)
+        candidates = able_candidates(ask, self._table, serving, model)
         if not len(candidates):
             return self._refusal(ask, serving, model)
         self._sequence += 1
@@ -66,12 +76,15 @@ class Placer:
             self._table.rows[candidates], local_blocks, self._holders.arrays(sources, candidates), pressure
         )
         costs = estimate(request, view)
-        admitted = admissible(ask, view.rows, costs, self._config.admission, self.forecast)
+        backlog_s = waiting_tokens * self.computed_share.value / view.rows["prefill_tokens_per_s"].sum()
+        forecast = Forecast(self.lateness.factor, float(backlog_s))
+        admitted = admissible(ask, view.rows, costs, self._config.admission, forecast)
         if isinstance(admitted, Refused):
             return admitted
         scores = np.where(admitted, POLICIES[policy](request, view, costs), np.inf)
         chosen = _lowest(scores, view, request)
         runs = _runs(costs.pull, sources, chosen, int(local_blocks[chosen]))
+        self.computed_share.update(int(costs.prefill_tokens[chosen]) / ask.prompt_tokens)
         return self._placement(candidates, view, costs, scores, chosen, runs, policy)
 
     def knows(self, model: str) -> bool:
@@ -81,22 +94,6 @@ class Placer:
             for worker in self._table.workers.values()
         )
 
-    def _candidates(self, ask: Ask, serving: npt.NDArray[np.bool_], model: int) -> IntArray:
-        rows = self._table.rows
-        blocks = np.ceil((ask.prompt_tokens + 1) / np.maximum(1, rows["block_tokens"]))
-        able = (
-            serving
-            & (rows["model"] == model)
-            & (model >= 0)
-            & (rows["context_length"] > ask.prompt_tokens)
-            & (rows["total_blocks"] >= blocks)
-        )
-        for name in ask.excluded_workers:
-            worker = self._table.workers.get(WorkerId(name))
-            if worker is not None:
-                able[worker.row] = False
-        return np.flatnonzero(able)
-
     def _refusal(self, ask: Ask, serving: npt.NDArray[np.bool_], model: int) -> Refused:
         if not self.knows(ask.model):
             return Refused(RefusalReason.UNKNOWN_MODEL, f"no worker serves the model {ask.model}", 0.0)
@@ -105,7 +102,7 @@ class Placer:
         ready = serving & (self._table.rows["model"] == model)
         if ready.any() and ask.excluded_workers:
             return Refused(RefusalReason.NO_WORKER, "every worker that could serve the request is excluded", RETRY_S)
-        detail = "the prompt fits no worker" if ready.any() else "no worker of the model is ready"
+        detail = "no worker can finish such a request" if ready.any() else "no worker of the model is ready"
         return Refused(RefusalReason.NO_WORKER, detail, RETRY_S)
 
     def _request(self, ask: Ask, candidates: IntArray, now_s: float) -> PolicyRequest:

@@ -11,10 +11,12 @@ from kvmesh.v1 import common_pb2, router_pb2, router_pb2_grpc
 from opentelemetry import propagate, trace
 
 from services.common.blocks import split_ids
+from services.common.process import generated_instance
 from services.router.decisions import Decisions, OpenAttempts
-from services.router.domain import Ask, AttemptId, Placement, PullRun, RefusalReason, Refused
+from services.router.domain import Ask, AttemptId, Placement, PullRun, RefusalReason, Refused, Requirements
 from services.router.errors import BadAskError
 from services.router.explanations import Ended
+from services.router.gateway_queues import ModelQueue
 from services.router.messages import kvstore_views, model_snapshot, worker_views
 from services.router.models_feed import ModelsFeed
 from services.router.policies import POLICIES
@@ -51,11 +53,17 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> AsyncIterator[router_pb2.RouteResponse]:
         """Answers in the order of the asks. What is open when the stream ends stays counted until reports show it."""
         opened: OpenAttempts = {}
-        async for message in request_iterator:
-            if message.HasField("ask"):
-                yield self._answer(message.ask, opened)
-            elif message.HasField("done"):
-                self._close(message.done, opened)
+        gateway = generated_instance("gateway")
+        try:
+            async for message in request_iterator:
+                if message.HasField("ask"):
+                    yield self._answer(message.ask, opened)
+                elif message.HasField("done"):
+                    self._close(message.done, opened)
+                elif message.HasField("queues"):
+                    self._decisions.queues_told(gateway, _model_queues(message.queues), time.monotonic())
+        finally:
+            self._decisions.queues_told(gateway, (), time.monotonic())
 
     async def WatchModels(
         self, request: router_pb2.WatchModelsRequest, context: Context
@@ -132,7 +140,12 @@ def _ask_of(message: router_pb2.Ask) -> Ask:
         priority=message.priority,
         ttft_objective_s=max(0.0, message.objectives.ttft_s),
         tpot_objective_s=max(0.0, message.objectives.tpot_s),
+        requires=Requirements(message.requires.dtype, message.requires.device, message.requires.adapter),
     )
+
+
+def _model_queues(message: router_pb2.QueueReport) -> tuple[ModelQueue, ...]:
+    return tuple(ModelQueue(one.model, one.requests, one.prompt_tokens) for one in message.waiting)
 
 
 def _grant(message: router_pb2.Ask, placement: Placement) -> router_pb2.Grant:

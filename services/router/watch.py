@@ -37,6 +37,7 @@ _KINDS: dict[common_pb2.LocationKind.ValueType, Literal["worker", "kvstore"]] = 
     common_pb2.LOCATION_KIND_WORKER: "worker",
     common_pb2.LOCATION_KIND_KVSTORE: "kvstore",
 }
+_ROLES = {worker_pb2.WORKER_ROLE_PREFILL: "prefill", worker_pb2.WORKER_ROLE_DECODE: "decode"}
 _log = structlog.get_logger()
 
 
@@ -195,6 +196,9 @@ def identity_of(message: worker_pb2.WorkerIdentity) -> Identity:
         decode_step_s=message.decode_step_s,
         step_token_budget=message.step_token_budget,
         max_running_requests=message.max_running_requests,
+        role=_ROLES.get(message.role, "both"),
+        device=message.device,
+        adapters=frozenset(message.adapters),
     )
 
 

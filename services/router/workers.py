@@ -163,6 +163,7 @@ class WorkerTable:
         key = (identity.model, identity.model_digest)
         row["model"] = self._models.setdefault(key, len(self._models))
         row["context_length"] = identity.context_length
+        row["runs_whole"] = identity.role == "both"
         row["block_tokens"] = max(1, identity.block_tokens)
         row["block_bytes"] = max(1, identity.block_bytes)
         row["total_blocks"] = identity.total_blocks

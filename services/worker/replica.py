@@ -113,6 +113,8 @@ def identity_proto(replica: Replica, settings: WorkerSettings) -> worker_pb2.Wor
         decode_step_s=ready.decode_step_s,
         step_token_budget=settings.step_token_budget,
         max_running_requests=settings.max_running,
+        role=worker_pb2.WORKER_ROLE_BOTH,
+        device=settings.device,
     )
 
 

@@ -84,6 +84,7 @@ class Scene:
         self.kvstores: dict[str, LocationRecord] = {}
         self.holders = Holders(self.replica, self.table, self.kvstores)
         self.placer = Placer(PlacementConfig(policy, AdmissionConfig(max_queue_s)), self.table, self.holders)
+        self.waiting_tokens = 0.0
         self._asks = 0
 
     def worker(self, name: str, load: Load = IDLE, identity: Identity = IDENTITY, *, host: str = "h") -> None:
@@ -124,7 +125,7 @@ class Scene:
         return replace(ask, **fields)  # type: ignore[arg-type]
 
     def place(self, ask: Ask, now_s: float = NOW_S, *, count: bool = False) -> Placement | Refused:
-        answer = self.placer.place(ask, now_s)
+        answer = self.placer.place(ask, now_s, waiting_tokens=self.waiting_tokens)
         if count and isinstance(answer, Placement):
             pending = PendingAttempt.of(answer, now_s, priority=ask.priority)
             self.table.grant(answer.worker_id, ask.id, pending)

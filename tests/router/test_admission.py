@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvmesh.v1.common_pb2 import PRIORITY_CLASS_BATCH, PRIORITY_CLASS_INTERACTIVE, PRIORITY_CLASS_STANDARD
 
-from services.router.admission import RETRY_S, Forecast
+from services.router.admission import RETRY_S
 from services.router.domain import Load, Placement, RefusalReason, WorkerId
 from tests.router.scenes import IDENTITY, IDLE, NOW_S, Scene, chain
 
@@ -59,7 +59,8 @@ def test_an_idle_mesh_refuses_only_what_cannot_be(
 ) -> None:
     idle = replace(IDLE, free_blocks=free_blocks, prefill_tokens_per_s=slow_prefill, decode_step_s=slow_decode_s)
     scene = scene_of(*[idle] * workers)
-    scene.placer.forecast = Forecast(margin, backlog_s)
+    scene.placer.lateness.factor = margin
+    scene.waiting_tokens = backlog_s * RATE
     ask = scene.ask([], tokens=prompt, num_choices=choices, priority=priority)
     assert isinstance(scene.place(ask), Placement)
     answer = scene.place(replace(ask, ttft_objective_s=ttft_s, tpot_objective_s=tpot_s))
@@ -93,7 +94,7 @@ def test_who_finds_every_queue_full_waits_and_is_told_for_how_long() -> None:
     full = scene.refusal(scene.ask(chain(2)))
     assert full.reason is RefusalReason.OVERLOADED
     assert full.room_in_s == pytest.approx(0.3)
-    scene.placer.forecast = Forecast(backlog_s=7.0)
+    scene.waiting_tokens = 7.0 * 2 * RATE
     assert scene.refusal(scene.ask(chain(2))).retry_after_s == pytest.approx(7.5)
     scene.table.report(WorkerId("w1"), queueing(0.15 * RATE), NOW_S)
     assert scene.grant(scene.ask(chain(2))).worker_id == "w1"
@@ -129,7 +130,7 @@ def test_objectives_that_no_worker_keeps_refuse_until_the_work_has_drained() -> 
     assert late.retry_after_s == pytest.approx(3.0)
     waits = scene.refusal(scene.ask(chain(2), ttft_objective_s=3.5))
     assert waits.reason is RefusalReason.OVERLOADED
-    scene.placer.forecast = Forecast(margin=1.5)
+    scene.placer.lateness.factor = 1.5
     assert scene.refusal(scene.ask(chain(2), ttft_objective_s=3.5)).reason is RefusalReason.DEADLINE
 
 

@@ -78,21 +78,25 @@ class RouteRequest(_message.Message):
 
     ASK_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ask(self) -> Global___Ask: ...
     @_builtins.property
     def done(self) -> Global___Done: ...
+    @_builtins.property
+    def queues(self) -> Global___QueueReport: ...
     def __init__(
         self,
         *,
         ask: Global___Ask | None = ...,
         done: Global___Done | None = ...,
+        queues: Global___QueueReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "done", b"done", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "done", b"done", "message", b"message", "queues", b"queues"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "done", b"done", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "done", b"done", "message", b"message", "queues", b"queues"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ask", "done"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ask", "done", "queues"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -117,6 +121,7 @@ class Ask(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     OBJECTIVES_FIELD_NUMBER: _builtins.int
+    REQUIRES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """1 for the first assignment of a request; raised for each further one."""
@@ -148,6 +153,10 @@ class Ask(_message.Message):
     def objectives(self) -> _common_pb2.Objectives:
         """What is left of the objectives at the time of sending: the time to the first token shrinks while the request waits."""
 
+    @_builtins.property
+    def requires(self) -> Global___Requirements:
+        """What the worker must have beyond the model; empty fields ask for nothing."""
+
     def __init__(
         self,
         *,
@@ -166,14 +175,94 @@ class Ask(_message.Message):
         traceparent: _builtins.str = ...,
         policy: _builtins.str = ...,
         objectives: _common_pb2.Objectives | None = ...,
+        requires: Global___Requirements | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["objectives", b"objectives"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["objectives", b"objectives", "requires", b"requires"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "deadline_s", b"deadline_s", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "num_choices", b"num_choices", "objectives", b"objectives", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "deadline_s", b"deadline_s", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "num_choices", b"num_choices", "objectives", b"objectives", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "requires", b"requires", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ask: _TypeAlias = Ask  # noqa: Y015
+
+@_typing.final
+class Requirements(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    """Compute dtype: "bfloat16" or "float32"."""
+    device: _builtins.str
+    """Class of the accelerator: "cpu" or "cuda"."""
+    adapter: _builtins.str
+    """Name of an adapter that is loaded."""
+    def __init__(
+        self,
+        *,
+        dtype: _builtins.str = ...,
+        device: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "device", b"device", "dtype", b"dtype"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Requirements: _TypeAlias = Requirements  # noqa: Y015
+
+@_typing.final
+class QueueReport(_message.Message):
+    """What waits in a gateway now: the whole of it, every 100 ms while it changes and every second while there is any. A
+    gateway without a report for 3 s is taken to have nobody waiting.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___WaitingRequests]: ...
+    def __init__(
+        self,
+        *,
+        waiting: _abc.Iterable[Global___WaitingRequests] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueReport: _TypeAlias = QueueReport  # noqa: Y015
+
+@_typing.final
+class WaitingRequests(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Public model name."""
+    requests: _builtins.int
+    prompt_tokens: _builtins.int
+    """Of all of them, cached or not."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitingRequests: _TypeAlias = WaitingRequests  # noqa: Y015
 
 @_typing.final
 class Done(_message.Message):

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvmesh.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,28 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WorkerRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_ROLE_UNSPECIFIED: _WorkerRole.ValueType  # 0
+    """All of it, as BOTH."""
+    WORKER_ROLE_BOTH: _WorkerRole.ValueType  # 1
+    WORKER_ROLE_PREFILL: _WorkerRole.ValueType  # 2
+    WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 3
+
+class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
+    """What a worker does of a request."""
+
+WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
+"""All of it, as BOTH."""
+WORKER_ROLE_BOTH: WorkerRole.ValueType  # 1
+WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 2
+WORKER_ROLE_DECODE: WorkerRole.ValueType  # 3
+Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 @_typing.final
 class WorkerGenerateRequest(_message.Message):
@@ -316,6 +339,9 @@ class WorkerIdentity(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
     STEP_TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     model: _builtins.str
@@ -338,6 +364,13 @@ class WorkerIdentity(_message.Message):
     step_token_budget: _builtins.int
     """Most query tokens of one step."""
     max_running_requests: _builtins.int
+    role: Global___WorkerRole.ValueType
+    device: _builtins.str
+    """Class of the accelerator: "cpu" or "cuda"."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the adapters that it has loaded."""
+
     def __init__(
         self,
         *,
@@ -360,10 +393,13 @@ class WorkerIdentity(_message.Message):
         decode_step_s: _builtins.float = ...,
         step_token_budget: _builtins.int = ...,
         max_running_requests: _builtins.int = ...,
+        role: Global___WorkerRole.ValueType = ...,
+        device: _builtins.str = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "context_length", b"context_length", "decode_step_s", b"decode_step_s", "dtype", b"dtype", "epoch", b"epoch", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "max_running_requests", b"max_running_requests", "model", b"model", "model_digest", b"model_digest", "prefill_tokens_per_s", b"prefill_tokens_per_s", "pull_address", b"pull_address", "step_token_budget", b"step_token_budget", "tokenizer_digest", b"tokenizer_digest", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "context_length", b"context_length", "decode_step_s", b"decode_step_s", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "max_running_requests", b"max_running_requests", "model", b"model", "model_digest", b"model_digest", "prefill_tokens_per_s", b"prefill_tokens_per_s", "pull_address", b"pull_address", "role", b"role", "step_token_budget", b"step_token_budget", "tokenizer_digest", b"tokenizer_digest", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,6 +24,8 @@ WORKER_ROW = np.dtype(
         ("draining", np.bool_),
         # By an operator, until the worker starts anew.
         ("drained", np.bool_),
+        # Prefills and decodes, so that it can finish a request alone.
+        ("runs_whole", np.bool_),
         ("model", np.int32),
         ("context_length", np.int64),
         ("block_tokens", np.int64),

@@ -1,0 +1,65 @@
+"""A request goes only where it can finish."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.domain import Identity, Placement, RefusalReason, Requirements
+from tests.router.scenes import IDENTITY, IDLE, Scene
+
+IDENTITIES = st.builds(
+    lambda context, blocks, dtype, role, device, adapters: replace(
+        IDENTITY,
+        context_length=context,
+        total_blocks=blocks,
+        dtype=dtype,
+        role=role,
+        device=device,
+        adapters=adapters,
+    ),
+    st.integers(1, 4000),
+    st.integers(1, 250),
+    st.sampled_from(["bfloat16", "float32"]),
+    st.sampled_from(["both", "prefill", "decode"]),
+    st.sampled_from(["cpu", "cuda"]),
+    st.frozensets(st.sampled_from(["one", "two"])),
+)
+REQUIREMENTS = st.builds(
+    Requirements,
+    st.sampled_from(["", "bfloat16", "float32"]),
+    st.sampled_from(["", "cpu", "cuda"]),
+    st.sampled_from(["", "one", "two"]),
+)
+
+
+def can_finish(identity: Identity, prompt: int, output: int, requires: Requirements) -> bool:
+    total = prompt + output
+    return (
+        total <= identity.context_length
+        and -(-total // 16) <= identity.total_blocks
+        and identity.role == "both"
+        and requires.dtype in ("", identity.dtype)
+        and requires.device in ("", identity.device)
+        and (not requires.adapter or requires.adapter in identity.adapters)
+    )
+
+
+@given(st.lists(IDENTITIES, min_size=1, max_size=5), st.integers(1, 2000), st.integers(1, 2000), REQUIREMENTS)
+def test_only_who_has_room_for_prompt_and_output_and_all_that_is_required(
+    identities: list[Identity], prompt: int, output: int, requires: Requirements
+) -> None:
+    scene = Scene()
+    for number, identity in enumerate(identities):
+        scene.worker(f"w{number}", IDLE, identity)
+    answer = scene.place(scene.ask([], tokens=prompt, max_output_tokens=2 * output, num_choices=2, requires=requires))
+    able = {
+        f"w{number}" for number, identity in enumerate(identities) if can_finish(identity, prompt, output, requires)
+    }
+    if isinstance(answer, Placement):
+        assert answer.worker_id in able
+    else:
+        assert not able
+        assert answer.reason is RefusalReason.NO_WORKER
