@@ -10,6 +10,8 @@ from deploy.envoy.settings import EnvoyConfigurationError
 from services.cli.commands import service
 from services.cli.commands.chat import chat
 from services.cli.commands.ctl import ctl
+from services.cli.commands.ctl_control import COMMANDS as CONTROL_COMMANDS
+from services.cli.commands.ctl_explain import explain
 from services.cli.commands.ctl_workers import load, memory, unload
 from services.cli.commands.doctor import doctor
 from services.cli.commands.kv import kv
@@ -36,6 +38,9 @@ ctl.add_typer(kv, name="kv")
 ctl.command()(memory)
 ctl.command()(load)
 ctl.command()(unload)
+ctl.command()(explain)
+for name, operation in CONTROL_COMMANDS.items():
+    ctl.command(name)(operation)
 app.add_typer(ctl, name="ctl")
 app.add_typer(models, name="models")
 for command in (service.bench, service.gateway, service.router, service.kvstore, service.worker, service.simulate):

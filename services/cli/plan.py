@@ -115,8 +115,16 @@ class Planner:
             metrics=metrics,
             # Not a flag: the URL may hold a password, and command lines are public.
             environment={"KVMESH_REDIS_URL": redis_url},
-            defaults=self._worker_defaults() if kind == "worker" else {},
+            defaults=self._defaults(kind),
         )
+
+    def _defaults(self, kind: str) -> dict[str, str]:
+        """What the operator's environment may say otherwise."""
+        if kind == "worker":
+            return self._worker_defaults()
+        if kind == "router":
+            return {"KVMESH_ROUTER_ADMIN_KEYS_FILE": str(self._state.admin_keys_file)}
+        return {}
 
     def _kvstore(self, number: int) -> tuple[str, ...]:
         options = self._options

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.errors import AlreadyRunningError, CliError, NotRunningError
+from services.common.bearer_keys import hash_key
 from services.common.security import create_secret_file
 
 DEFAULT_STATE = ".kvmesh"
@@ -49,6 +50,16 @@ class StateDir:
         return self.root / "mesh_secret"
 
     @property
+    def admin_key_file(self) -> Path:
+        """The key that opens the control API of this mesh; survives restarts."""
+        return self.root / "admin_key"
+
+    @property
+    def admin_keys_file(self) -> Path:
+        """Its hash, for the routers."""
+        return self.root / "admin_keys"
+
+    @property
     def redis_url_file(self) -> Path:
         """Where Redis is, password included."""
         return self.root / "redis_url"
@@ -76,6 +87,9 @@ class StateDir:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 folder.chmod(0o700)
             create_secret_file(self.secret_file)
+            create_secret_file(self.admin_key_file)
+            hashed = hash_key(self.admin_key_file.read_text().strip())
+            self.write_private(self.admin_keys_file, f"{hashed} local\n")
         except OSError as error:
             raise CliError(f"state directory {self.root}: {error.strerror}") from None
 

@@ -24,7 +24,7 @@ def test_everything_is_private(state: StateDir) -> None:
     state.publish({})
     for folder in (state.root, state.logs, state.run):
         assert folder.stat().st_mode & 0o777 == 0o700
-    for file in (state.secret_file, state.root / "mesh.json"):
+    for file in (state.secret_file, state.admin_key_file, state.admin_keys_file, state.root / "mesh.json"):
         assert file.stat().st_mode & 0o777 == 0o600
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -22,13 +21,15 @@ from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
 
 _TIMEOUT_S = 3.0
-RouterOption = Annotated[str, typer.Option("--router", help="Router address; default: those of the local mesh.")]
+RouterOption = Annotated[
+    str, typer.Option("--router", help="Router addresses, with commas; default: those of the local mesh.")
+]
 SecretOption = Annotated[
     Path | None, typer.Option("--secret-file", help="File of the mesh secret; default: the local mesh's.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-ctl = typer.Typer(no_args_is_help=True, help="Ask services what they know; load and unload models.")
+ctl = typer.Typer(no_args_is_help=True, help="Ask services what they know; operate models, traffic and workers.")
 
 
 @ctl.command()
@@ -48,20 +49,6 @@ def kvstores(
 
 
 @ctl.command()
-def models(
-    router: RouterOption = "", secret_file: SecretOption = None, as_json: JsonOption = False, state: StateOption = None
-) -> None:
-    """Models and the replicas that serve them."""
-    views = _describe(router, secret_file, state).workers
-    replicas = Counter(view.model for view in views)
-    ready = Counter(view.model for view in views if view.ready)
-    rows: list[dict[str, object]] = [
-        {"model": name, "replicas": count, "ready_replicas": ready[name]} for name, count in sorted(replicas.items())
-    ]
-    show_rows(rows, as_json)
-
-
-@ctl.command()
 def index(
     router: RouterOption = "", secret_file: SecretOption = None, as_json: JsonOption = False, state: StateOption = None
 ) -> None:
@@ -72,7 +59,7 @@ def index(
 
 def _describe(router: str, secret_file: Path | None, state: Path | None) -> router_pb2.DescribeResponse:
     """The first router that answers."""
-    addresses = [router] if router else local_addresses("router", state)
+    addresses = router_addresses(router, state)
     secret = mesh_secret(secret_file, state)
     reason = ""
     for address in addresses:
@@ -90,6 +77,11 @@ def mesh_secret(secret_file: Path | None, state: Path | None) -> MeshSecret:
         return MeshSecret(path.read_text().strip())
     except OSError as error:
         raise CliError(f"mesh secret {path}: {error.strerror}") from None
+
+
+def router_addresses(router: str, state: Path | None) -> list[str]:
+    """Those given, else those of the local mesh."""
+    return [one.strip() for one in router.split(",") if one.strip()] or local_addresses("router", state)
 
 
 def local_addresses(kind: str, state: Path | None) -> list[str]:
