@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from kvmesh.v1.common_pb2 import PRIORITY_CLASS_BATCH
 
+from services.common.fair_queue import RequestClass
 from services.router.domain import Ask, RefusalReason, Refused
 from services.router.policies.costs import Costs
 from services.router.policies.view import FloatArray, WorkerRows
@@ -31,7 +31,7 @@ class AdmissionConfig:
     """max_queue_s: the grant limit, work in a worker's queue; queue_shares: of it, by PriorityClass, 1 where absent."""
 
     max_queue_s: float = 0.2
-    queue_shares: Mapping[int, float] = field(default_factory=lambda: {PRIORITY_CLASS_BATCH: 0.5})
+    queue_shares: Mapping[int, float] = field(default_factory=lambda: {RequestClass.BATCH: 0.5})
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class Decisions:
         if isinstance(answer, Placement):
             self._enter(ask, answer, opened, now_s)
         self.pools.answered(ask, answer, now_s)
-        self._metrics.decided(answer, perf_counter() - began_s)
+        self._metrics.decided(answer, perf_counter() - began_s, priority=ask.priority)
         self.explanations.decided(ask, answer, self.table.by_row, now_s)
         self._explain(ask, answer)
         return answer

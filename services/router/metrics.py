@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from services.common.fair_queue import RequestClass
 from services.router.domain import Placement, Refused
+
+_CLASSES = {int(one): one.name.lower() for one in RequestClass}
 
 
 class RouterMetrics:
@@ -16,7 +19,7 @@ class RouterMetrics:
     def __init__(self) -> None:
         meter = metrics.get_meter("kvmesh.router")
         self._decisions = meter.create_counter(
-            "kvmesh_router_decisions", description="Answers to asks, by policy and outcome."
+            "kvmesh_router_decisions", description="Answers to asks, by policy, outcome and priority class."
         )
         self._seconds = meter.create_histogram(
             "kvmesh_router_decision_seconds", unit="s", description="Time that a decision took."
@@ -36,12 +39,13 @@ class RouterMetrics:
             "kvmesh_router_attempts_forgotten", description="Attempts dropped because a gateway never closed them."
         )
 
-    def decided(self, answer: Placement | Refused, seconds: float) -> None:
-        """An ask has been answered."""
+    def decided(self, answer: Placement | Refused, seconds: float, *, priority: int) -> None:
+        """An ask has been answered. priority: a PriorityClass."""
+        kind = _CLASSES.get(priority, "unset")
         if isinstance(answer, Refused):
-            self._decisions.add(1, {"policy": "none", "outcome": answer.reason.value})
+            self._decisions.add(1, {"policy": "none", "outcome": answer.reason.value, "class": kind})
         else:
-            self._decisions.add(1, {"policy": answer.policy, "outcome": "granted"})
+            self._decisions.add(1, {"policy": answer.policy, "outcome": "granted", "class": kind})
             for run in answer.pull_plan:
                 self._pulled.add(run.num_blocks, {"kind": run.kind})
         self._seconds.record(seconds)

@@ -12,7 +12,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from services.router.pools import Pools, PoolSignal
 
 _EVERY_S = 1.0
-_GAUGES: dict[str, tuple[str, Callable[[PoolSignal], float]]] = {
+GAUGES: dict[str, tuple[str, Callable[[PoolSignal], float]]] = {
     "kvmesh_router_pool_replicas": ("Workers that take requests.", lambda pool: pool.replicas),
     "kvmesh_router_pool_desired_replicas": ("Workers that the load asks for.", lambda pool: pool.desired),
     "kvmesh_router_pool_queue_tokens": (
@@ -40,7 +40,7 @@ class PoolMetrics:
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
         meter = metrics.get_meter("kvmesh.router")
-        for name, (description, value) in _GAUGES.items():
+        for name, (description, value) in GAUGES.items():
             meter.create_observable_gauge(name, [self._observer(value)], description=description)
 
     async def run(self) -> None:
