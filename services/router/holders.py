@@ -95,7 +95,7 @@ class Holders:
         rows = usable_rows[lengths > least]
         if not len(rows):
             return []
-        table, lengths = self._table.rows[rows], holding.by_row[rows]
+        table, lengths = self._table.rows.take(rows), holding.by_row[rows]
         turns = (np.arange(len(rows)) + turn) % len(rows)
         order = np.lexsort((turns, table["queued_tokens"] + table["pending_tokens"], -lengths))[:MAX_WORKERS]
         return [

@@ -24,9 +24,11 @@ import numpy.typing as npt
 
 from services.common.announcements import Tier, xor_of
 from services.common.blocks import BlockId
-from services.router.index.holder_sets import HolderSet, HolderSets, slots_of
+from services.router.index.holder_sets import FEW_BITS, HolderSet, HolderSets, flags_of, slots_of, slots_of_each
 
 NUM_PARTS = 256
+# More runs of many slots than this are taken apart all at once.
+_FEW_LARGE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,20 @@ class Runs:
     def lengths(self, num_slots: int) -> npt.NDArray[np.int32]:
         """Leading blocks held, by slot."""
         result = np.zeros(num_slots, np.int32)
-        for length, mask in self.runs:
-            result[slots_of(mask)] = length
+        large: list[tuple[int, int]] = []
+        for run in self.runs:
+            length, mask = run
+            if mask.bit_count() > FEW_BITS:
+                large.append(run)
+            else:
+                for slot in slots_of(mask):
+                    result[slot] = length
+        if len(large) > _FEW_LARGE:
+            numbers, slots = slots_of_each([mask for _, mask in large], num_slots)
+            result[slots] = np.array([length for length, _ in large], np.int32)[numbers]
+        else:
+            for length, mask in large:
+                result[flags_of(mask, num_slots)] = length
         return result
 
 

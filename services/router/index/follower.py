@@ -30,8 +30,9 @@ OVERVIEW_EVERY_S = 2.0
 EMPTY_OVERVIEW_EVERY_S = 10.0
 _READ_ENTRIES = 256
 _SCAN_ENTRIES = 2_000
-# Entries handled between two yields to the event loop: about a millisecond's worth.
-_YIELD_ENTRIES = 4
+# What is applied between two yields to the event loop, about a millisecond's worth; an entry counts as so much more.
+_YIELD_BYTES = 20_000
+_ENTRY_BYTES = 200
 
 _OVERVIEW = LuaScript("overview")
 _log = structlog.get_logger()
@@ -167,10 +168,13 @@ class _Shard:
         if pending and not entries and self._overview is not None:
             # Nothing more is to come up to the overview: it was trimmed, or we are there.
             self._position = max(self._position, self._overview.position)
-        for number, (position, fields) in enumerate(entries, 1):
+        work = 0
+        for position, fields in entries:
             await self._apply(fields)
             self._position = _parse_position(position)
-            if not number % _YIELD_ENTRIES:
+            work += _ENTRY_BYTES + len(fields[b"a"]) + len(fields[b"r"])
+            if work > _YIELD_BYTES:
+                work = 0
                 await asyncio.sleep(0)
         while self._replica.blocks.sweep():  # noqa: ASYNC110 (yields between two steps of its own work)
             await asyncio.sleep(0)

@@ -5,11 +5,13 @@ A slot is a small number that stands for what one location holds; a set of them 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
-# Up to this many bits are taken out one by one, more of them with numpy.
-_FEW_BITS = 8
+# Up to this many bits of a set are taken out one by one, more of them with numpy.
+FEW_BITS = 8
 
 
 class HolderSet:
@@ -45,11 +47,25 @@ class HolderSets:
             del self._by_mask[holders.mask]
 
 
-def slots_of(mask: int) -> list[int] | npt.NDArray[np.int64]:
-    """Numbers of the bits set in `mask`."""
-    if mask.bit_count() > _FEW_BITS:
-        raw = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
-        return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
+def flags_of(mask: int, num_slots: int) -> npt.NDArray[np.bool_]:
+    """Of each slot, whether its bit is set in `mask`."""
+    raw = np.frombuffer(mask.to_bytes((num_slots + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(raw, count=num_slots, bitorder="little").view(np.bool_)
+
+
+def slots_of_each(masks: Sequence[int], num_slots: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """All bits of all masks: the number of the mask and the slot of each, in no order."""
+    num_bytes = (num_slots + 7) // 8
+    raw = np.frombuffer(b"".join([mask.to_bytes(num_bytes, "little") for mask in masks]), np.uint8)
+    # Most bytes are zero where many sets are sparse: only the others are taken apart.
+    places = np.flatnonzero(raw)
+    which, bits = np.unpackbits(raw[places, None], axis=1, bitorder="little").nonzero()
+    numbers, offsets = np.divmod(places[which], num_bytes)
+    return numbers, offsets * 8 + bits
+
+
+def slots_of(mask: int) -> list[int]:
+    """Numbers of the bits set in `mask`, which are few."""
     slots = []
     while mask:
         top = mask.bit_length() - 1

@@ -75,18 +75,20 @@ class Replica:
         location = self.locations.get(name)
         if location is not None and (header.epoch, header.seq) <= (location.epoch, location.seq):
             return Applied.OLD
-        if header.kind & Kind.RETIRE:
+        if Kind.RETIRE in header.kind:
             self.retire(name)
             return Applied.YES
-        if header.kind & Kind.BEGIN:
+        if Kind.BEGIN in header.kind:
             location = self._begin(name, header.epoch)
         elif location is None or (header.epoch, header.seq) != (location.epoch, location.seq + 1):
             return Applied.GAP
         location.seq = header.seq
-        if header.kind & Kind.STAGED:
+        if Kind.STAGED in header.kind:
             return self._stage(location, header, adds)
-        self.blocks.remove(location.held, removes)
-        self.blocks.add(location.held, adds)
+        if removes:
+            self.blocks.remove(location.held, removes)
+        if adds:
+            self.blocks.add(location.held, adds)
         return _verified(location, header)
 
     def begin_load(self, name: str, epoch: int) -> None:
@@ -133,7 +135,7 @@ class Replica:
     def _stage(self, location: Location, header: Header, adds: Sequence[tuple[BlockId, int]]) -> Applied:
         if location.staged is not None:
             self.blocks.add(location.staged, adds)
-        if not header.kind & Kind.COMMIT:
+        if Kind.COMMIT not in header.kind:
             return Applied.YES
         if location.staged is None:
             return Applied.GAP

@@ -55,17 +55,16 @@ def best_plans(request: PolicyRequest, view: PolicyView) -> PullPlans:
         return PullPlans(none, local, none, local, zero, zero, alone_s, alone_s)
     options = _options(view.sources, request.usable_blocks)
     count = len(options.end)
-    # [candidate, option] after the local blocks, and [candidate, first option, second option] after the first's end.
-    one_s = _run_seconds(view, options, local[:, None, None])[:, 0]
+    # A run that begins where another ends, of another source that has more.
+    first_of, second_of = np.nonzero((options.end > options.end[:, None]) & (options.source != options.source[:, None]))
+    # [candidate, option] after the local blocks, and [candidate, pair of options].
+    one_s = _run_seconds(view, options, np.arange(count), local[:, None])
     rest_s = prefill_s(request, rows, options.end[None])
-    total_s = np.concatenate([alone_s[:, None], one_s + rest_s], axis=1)
-    if count > 1:
-        two_s = one_s[:, :, None] + _run_seconds(view, options, options.end[None, :, None]) + rest_s[:, None]
-        total_s = np.concatenate([total_s, two_s.reshape(len(rows), count * count)], axis=1)
+    two_s = one_s[:, first_of] + _run_seconds(view, options, second_of, options.end[None, first_of])
+    total_s = np.concatenate([alone_s[:, None], one_s + rest_s, two_s + rest_s[:, second_of]], axis=1)
     best = total_s.argmin(axis=1)
-    pair = best - 1 - count
-    first = np.where(pair >= 0, pair // count, best - 1)
-    second = np.where(pair >= 0, pair % count, NO_SOURCE)
+    first = np.concatenate([[NO_SOURCE], np.arange(count), first_of])[best]
+    second = np.concatenate([np.full(1 + count, NO_SOURCE), second_of])[best]
     last = np.where(second >= 0, second, first)
     end = np.where(best > 0, options.end[last], local)
     left_s = np.where(best > 0, rest_s[candidates, last], alone_s)
@@ -91,19 +90,17 @@ def _options(sources: Sources, usable: int) -> _Options:
     return _Options(np.concatenate([numbers, numbers[split]]), np.concatenate([end, memory_end[split]]))
 
 
-def _run_seconds(view: PolicyView, options: _Options, begin: IntArray) -> FloatArray:
-    """Time of each option's blocks from `begin` (broadcast to [candidate, begin, option]) on; inf where it has none."""
-    sources, source = view.sources, options.source
+def _run_seconds(view: PolicyView, options: _Options, which: IntArray, begin: IntArray) -> FloatArray:
+    """[candidate, option of `which`]: time of its blocks from `begin` ([candidate or 1, option]) on, inf without any."""
+    sources, source, last = view.sources, options.source[which], options.end[which]
     links, block_bytes = sources.links, view.rows["block_bytes"][:, None]
-    memory_end = np.minimum(sources.memory_end[source], options.end)
+    memory_end = np.minimum(sources.memory_end[source], last)
     in_memory = np.maximum(0, memory_end - begin)
-    on_ssd = np.maximum(0, options.end - np.maximum(begin, memory_end))
-    fixed_s = (links.setup_s + sources.queue_bytes / links.bytes_per_s)[:, source]
-    block_s, ssd_block_s = (
-        (block_bytes / links.bytes_per_s)[:, source],
-        (block_bytes / links.ssd_bytes_per_s)[:, source],
-    )
-    seconds = fixed_s[:, None] + in_memory * block_s[:, None]
-    seconds = seconds + np.where(on_ssd > 0, links.ssd_setup_s[:, source][:, None] + on_ssd * ssd_block_s[:, None], 0.0)
-    result: FloatArray = np.where((options.end > begin) & ~sources.is_self[:, source][:, None], seconds, np.inf)
+    seconds = (sources.queue_bytes[source] + in_memory * block_bytes) / links.bytes_per_s[:, source]
+    seconds = seconds + links.setup_s[:, source]
+    on_ssd = np.maximum(0, last - np.maximum(begin, memory_end))
+    if on_ssd.any():
+        ssd_s = links.ssd_setup_s[:, source] + on_ssd * block_bytes / links.ssd_bytes_per_s[:, source]
+        seconds = seconds + np.where(on_ssd > 0, ssd_s, 0.0)
+    result: FloatArray = np.where((last > begin) & ~sources.is_self[:, source], seconds, np.inf)
     return result
