@@ -91,7 +91,7 @@ def _options(sources: Sources, usable: int) -> _Options:
 
 
 def _run_seconds(view: PolicyView, options: _Options, which: IntArray, begin: IntArray) -> FloatArray:
-    """[candidate, option of `which`]: time of its blocks from `begin` ([candidate or 1, option]) on, inf without any."""
+    """[candidate, option of `which`]: time of its blocks from `begin` ([candidate or 1, option]) on; inf for none."""
     sources, source, last = view.sources, options.source[which], options.end[which]
     links, block_bytes = sources.links, view.rows["block_bytes"][:, None]
     memory_end = np.minimum(sources.memory_end[source], last)
