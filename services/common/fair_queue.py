@@ -13,11 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import islice
 from typing import Generic, TypeVar
 
 from services.common.virtual_counters import VirtualCounters
 
 T = TypeVar("T")
+# Turns of one tenant that are put back in another order than they were taken in, at most.
+_MOST_AT_ONCE = 64
 
 
 class RequestClass(IntEnum):
@@ -40,7 +43,8 @@ class StarvationBound:
 class Entry(Generic[T]):
     """A request in the queue. cost: estimated, in the prices of VirtualCounters.
 
-    order: of arrival. is_promoted: its turn came by the starvation bound. charged: what its tenant was charged so far.
+    order: of arrival. is_kept: it makes no room for others. is_promoted: its turn came by the starvation bound.
+    charged: what its tenant was charged so far.
     """
 
     item: T
@@ -48,6 +52,7 @@ class Entry(Generic[T]):
     request_class: RequestClass
     cost: float
     order: int = 0
+    is_kept: bool = False
     is_promoted: bool = False
     charged: float = 0.0
 
@@ -71,9 +76,11 @@ class _Line(Generic[T]):
         if waiting is None:
             self.counters.join(entry.tenant, self.tenants.keys())
             waiting = self.tenants[entry.tenant] = OrderedDict()
+        older = [order for order in islice(waiting, _MOST_AT_ONCE) if order < entry.order] if at_front else []
         waiting[entry.order] = entry
         if at_front:
-            waiting.move_to_end(entry.order, last=False)
+            for order in (entry.order, *reversed(older)):
+                waiting.move_to_end(order, last=False)
 
     def remove(self, entry: Entry[T]) -> None:
         waiting = self.tenants[entry.tenant]
@@ -164,11 +171,12 @@ class FairQueue(Generic[T]):
 
         Lines are compared by their number over the tenant's weight.
         """
-        for kind in reversed(RequestClass):
-            tenants = self._lines[kind].tenants
-            if tenants:
-                longest = max(tenants, key=lambda tenant: len(tenants[tenant]) / self.weight_of(tenant))
-                return next(reversed(tenants[longest].values()))
+        for line in reversed(self._lines.values()):
+            by_length = sorted(line.tenants.items(), key=lambda of: len(of[1]) / self.weight_of(of[0]), reverse=True)
+            for _, waiting in by_length:
+                newest = next((entry for entry in reversed(waiting.values()) if not entry.is_kept), None)
+                if newest is not None:
+                    return newest
         return None
 
     def line_length(self, tenant: str, kind: RequestClass) -> int:

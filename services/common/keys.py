@@ -2,8 +2,8 @@
 
 Keys that one script touches share a hash tag, so that Redis Cluster keeps them together: `{mesh:registry}` for the
 registry, `{mesh:generations}` for the generations of tenants, `{mesh:control}` for what operators have set,
-`{mesh:artifacts}` for model artifacts, `{mesh:news}` for what routers tell each other and `{mesh:<shard>}` for the
-block sets of the locations of one shard.
+`{mesh:quota:<tenant>}` for what a tenant uses, `{mesh:artifacts}` for model artifacts, `{mesh:news}` for what routers
+tell each other and `{mesh:<shard>}` for the block sets of the locations of one shard.
 """
 
 from __future__ import annotations
@@ -63,6 +63,15 @@ class ControlKeys:
     table: str
     revision: str
     changes: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaKeys:
+    """Keys of what one tenant uses. leases: its requests in flight. gateways: who admits them."""
+
+    buckets: str
+    leases: str
+    gateways: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +137,11 @@ class KeySpace:
         """Keys of what operators have set."""
         base = f"{{{self.mesh}:control}}:{FORMAT}"
         return ControlKeys(*(f"{base}:{name}" for name in ("incarnation", "table", "revision", "changes")))
+
+    def quota(self, tenant_tag: bytes) -> QuotaKeys:
+        """Keys of what one tenant uses; tenant_tag: see `blocks.tenant_tag`."""
+        base = f"{{{self.mesh}:quota:{tenant_tag.hex()}}}:{FORMAT}"
+        return QuotaKeys(*(f"{base}:{name}" for name in ("buckets", "leases", "gateways")))
 
     def artifacts(self) -> ArtifactKeys:
         """Keys of model artifacts."""

@@ -22,12 +22,20 @@ class GatewaySettings(ServiceSettings):
     routers: Names = Field(("127.0.0.1:7600",), min_length=1, description="Router addresses, tried in this order.")
     models: Names = Field((DEFAULT_MODEL,), min_length=1, description="Artifacts whose tokenizers are loaded.")
     keys_file: Path | None = Field(None, description="API keys (hashed) and their tenants; none: no authentication.")
+    tenants_file: Path | None = Field(
+        None, description="Weights, classes, objectives, quotas and fallbacks of tenants; none: all are equal."
+    )
     generations_file: Path | None = Field(
         None, description="Keeps the generations of cleared tenants, for a Redis that forgets them; none: not kept."
     )
     max_inflight_requests: int = Field(1024, ge=1, description="Requests in flight before 503.")
     max_waiting_requests: int = Field(512, ge=1, description="Requests that wait for a worker before 503.")
+    max_tenant_waiting_requests: int = Field(256, ge=1, description="Those of one tenant before 429.")
     max_wait_s: float = Field(60.0, gt=0, description="Longest wait for a worker that has room.")
+    starve_s: float = Field(10.0, gt=0, description="A less urgent class that waits has a turn at least so often.")
+    starve_grants: int = Field(20, ge=1, description="The same, in turns of more urgent classes.")
+    retry_burst: int = Field(256, ge=1, description="Attempts beyond the first that a tenant may make at once.")
+    retry_per_s: float = Field(16.0, gt=0, description="The same, per second in the long run.")
     max_tenant_inflight_requests: int = Field(1024, ge=1, description="Requests of one tenant in flight before 429.")
     default_deadline_s: float = Field(600.0, gt=0, description="Life of a request whose client sets no deadline.")
     heartbeat_s: float = Field(10.0, gt=0, description="Silence on an event stream before a comment is sent.")

@@ -6,9 +6,10 @@ GatewayError
 │   └── ContextLengthExceeded      prompt (and output) do not fit the model
 ├── AuthenticationFailed
 ├── ModelNotFound
-├── TenantLimitExceeded            this tenant has too much in flight
+├── TenantLimitExceeded            this tenant has too much in flight or waiting, or has used up a quota
 ├── Overloaded                     the gateway or every worker is full
-│   └── WorkersFull                every worker is, at this moment
+│   ├── WorkersFull                every worker is, at this moment
+│   └── ObjectiveUnmet             no worker would answer in the time that the request allows
 ├── ModelUnavailable               known, and nobody serves it now
 ├── DeadlineExceeded
 ├── WorkerFailed                   a worker was lost and the request with it
@@ -57,7 +58,7 @@ class ModelNotFound(GatewayError):
 
 
 class TenantLimitExceeded(GatewayError):
-    """The tenant's share of requests in flight is used up."""
+    """The tenant's share of requests in flight or waiting, or one of its quotas, is used up."""
 
 
 class Overloaded(GatewayError):
@@ -68,6 +69,10 @@ class WorkersFull(Overloaded):
     """No worker has room at this moment; the request may wait for it. room_in_s: when one is expected, 0: unknown."""
 
     room_in_s: float = 0.0
+
+
+class ObjectiveUnmet(Overloaded):
+    """No worker would meet the request's objectives or its deadline."""
 
 
 class ModelUnavailable(GatewayError):
@@ -105,6 +110,7 @@ _TABLE: dict[type[GatewayError], ErrorShape] = {
     ModelNotFound: ErrorShape("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
     TenantLimitExceeded: ErrorShape("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded", 1.0),
     Overloaded: ErrorShape("UNAVAILABLE", 503, "server_error", "overloaded", 1.0),
+    ObjectiveUnmet: ErrorShape("UNAVAILABLE", 503, "server_error", "objective_unmet", 1.0),
     ModelUnavailable: ErrorShape("UNAVAILABLE", 503, "server_error", "model_unavailable", 1.0),
     DeadlineExceeded: ErrorShape("DEADLINE_EXCEEDED", 504, "server_error", "deadline_exceeded"),
     WorkerFailed: ErrorShape("UNAVAILABLE", 503, "server_error", "worker_failed", 1.0),

@@ -16,10 +16,10 @@ import structlog
 from services.common.settings import ConfigurationError
 from services.gateway.errors import AuthenticationFailed
 from services.gateway.planning import Tenant
+from services.gateway.watched_file import WatchedFile
 
 DEFAULT_TENANT = Tenant("default")
 _LINE = re.compile(r"(sha256|blake2b):([0-9a-f]{64})\s+([A-Za-z0-9._-]{1,64})(?:\s+(\d{1,18}))?")
-_CHECK_EVERY_S = 0.5
 _log = structlog.get_logger("gateway.keys")
 
 
@@ -42,10 +42,10 @@ def parse_keys(text: str) -> dict[str, Tenant]:
             continue
         match = _LINE.fullmatch(line)
         if match is None:
-            raise ConfigurationError(f"keys_file: line {number}: not 'sha256:<64 hex digits> TENANT [GENERATION]'")
+            raise ConfigurationError(f"line {number}: not 'sha256:<64 hex digits> TENANT [GENERATION]'")
         name, tenant = f"{match[1]}:{match[2]}", Tenant(match[3], int(match[4] or 0))
         if tenants.setdefault(name, tenant) != tenant:
-            raise ConfigurationError(f"keys_file: line {number}: the key is above already, for another tenant")
+            raise ConfigurationError(f"line {number}: the key is above already, for another tenant")
     return tenants
 
 
@@ -54,20 +54,15 @@ class KeyRing:
 
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigurationError when the file cannot be read."""
-        self._path = path
-        self._tenants: dict[str, Tenant] = {}
-        self._stamp: tuple[int, int] | None = None
-        self._checked_at_s = float("-inf")
+        self._file = None if path is None else WatchedFile(path, "keys_file", parse_keys)
         if path is None:
             _log.warning("no_authentication", detail="keys_file is not set: every caller is the tenant 'default'")
-        else:
-            self._stamp, self._tenants = _read(path)
 
     def tenant_of(self, authorization: str, now_s: float) -> Tenant:
         """The tenant of an Authorization header. now_s: monotonic time. Raises AuthenticationFailed."""
-        if self._path is None:
+        if self._file is None:
             return DEFAULT_TENANT
-        self._refresh(self._path, now_s)
+        self._file.refresh(now_s)
         scheme, _, key = authorization.strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise AuthenticationFailed("an API key is needed: Authorization: Bearer KEY")
@@ -76,28 +71,7 @@ class KeyRing:
             ("sha256", hashlib.sha256(raw)),
             ("blake2b", hashlib.blake2b(raw, digest_size=32)),
         ):
-            tenant = self._tenants.get(f"{name}:{digest.hexdigest()}")
+            tenant = self._file.value.get(f"{name}:{digest.hexdigest()}")
             if tenant is not None:
                 return tenant
         raise AuthenticationFailed("incorrect API key")
-
-    def _refresh(self, path: Path, now_s: float) -> None:
-        if now_s - self._checked_at_s < _CHECK_EVERY_S:
-            return
-        self._checked_at_s = now_s
-        try:
-            stat = path.stat()
-            if (stat.st_mtime_ns, stat.st_size) == self._stamp:
-                return
-            self._stamp, self._tenants = _read(path)
-            _log.info("keys_reloaded", keys=len(self._tenants))
-        except (OSError, ConfigurationError) as error:
-            _log.error("keys_not_reloaded", error=str(error))
-
-
-def _read(path: Path) -> tuple[tuple[int, int], dict[str, Tenant]]:
-    try:
-        stat = path.stat()
-        return (stat.st_mtime_ns, stat.st_size), parse_keys(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"gateway: keys_file={path}: {error}") from None

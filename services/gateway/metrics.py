@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from services.common.fair_queue import RequestClass
+
 
 class GatewayMetrics:
     """The instruments."""
@@ -24,6 +26,13 @@ class GatewayMetrics:
         )
         self._retries = meter.create_counter(
             "kvmesh_gateway_retries", description="Attempts given up before the first token, by reason."
+        )
+        self._refusals = meter.create_counter(
+            "kvmesh_gateway_refusals",
+            description="Requests refused before a worker had taken them, by reason and class.",
+        )
+        self._fallbacks = meter.create_counter(
+            "kvmesh_gateway_fallbacks", description="Requests that a tenant's fallback model was tried for, by both models."
         )
         self._prepare = meter.create_histogram(
             "kvmesh_gateway_prepare_seconds", unit="s", description="Parsing, templating and tokenising."
@@ -51,6 +60,14 @@ class GatewayMetrics:
     def count_retry(self, reason: str) -> None:
         """An attempt was given up and another is asked for, or the request fails."""
         self._retries.add(1, {"reason": reason})
+
+    def count_refusal(self, reason: str, request_class: RequestClass) -> None:
+        """The fair line has refused a request."""
+        self._refusals.add(1, {"reason": reason, "class": request_class.name.lower()})
+
+    def count_fallback(self, model: str, fallback: str) -> None:
+        """No worker of `model` would have met the objectives."""
+        self._fallbacks.add(1, {"model": model, "fallback": fallback})
 
     def record_request(self, *, api: str, model: str, code: str, error: str) -> None:
         """The end of a client request. code: gRPC status name. error: name of the GatewayError, empty for none."""

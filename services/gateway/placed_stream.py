@@ -1,9 +1,10 @@
 """One prompt on its way through the mesh: ask, grant, Worker.Generate, and again elsewhere while nothing is lost by it.
 
-`read` gives the worker's messages from Admitted to Completed. While every worker is full or answers STALE the prompt
-waits in line. A worker that fails before the first token is excluded and another is asked for, unseen by the client.
-While a worker says nothing at all the router is asked again, which by then knows whether it is suspect; patience
-doubles. A failure after the first token raises WorkerFailed: the place where a broken stream would be resumed.
+`read` gives the worker's messages from Admitted to Completed. Every ask is a turn in the fair line; while every worker
+is full or answers STALE the prompt waits there. A worker that fails before the first token is excluded and another is
+asked for, unseen by the client, as long as the tenant's budget of retries lasts. While a worker says nothing at all the
+router is asked again, which by then knows whether it is suspect; patience doubles. A failure after the first token
+raises WorkerFailed: the place where a broken stream would be resumed.
 Every granted attempt is closed by one Done. `close` is idempotent and releases everything.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import structlog
-from kvmesh.v1.common_pb2 import CachedTokens, SamplingParams
+from kvmesh.v1.common_pb2 import CachedTokens
 from kvmesh.v1.router_pb2 import (
     OUTCOME_CANCELLED,
     OUTCOME_OK,
@@ -28,17 +29,18 @@ from kvmesh.v1.router_pb2 import (
     Grant,
     Outcome,
 )
-from kvmesh.v1.worker_pb2 import WorkerGenerateRequest, WorkerGenerateResponse
+from kvmesh.v1.worker_pb2 import WorkerGenerateResponse
 from opentelemetry import trace
 
 from services.common.rpc import call_metadata
 from services.common.security import MeshSecret
 from services.gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed, WorkersFull
+from services.gateway.fair_line import FairLine, Ticket
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.placement_job import PlacementJob
 from services.gateway.pulse import Pulse
-from services.gateway.request import PromptPlan
+from services.gateway.retry_budget import RetryBudget
 from services.gateway.router_client import RouterClient
-from services.gateway.waiting_line import Ticket, WaitingLine
 from services.gateway.worker_channels import WorkerChannels
 
 _tracer = trace.get_tracer("kvmesh.gateway")
@@ -50,7 +52,8 @@ class Placement:
     """What all placed streams share."""
 
     router: RouterClient
-    line: WaitingLine
+    line: FairLine
+    retries: RetryBudget
     channels: WorkerChannels
     secret: MeshSecret
     pulse: Pulse
@@ -59,25 +62,6 @@ class Placement:
     admit_timeout_s: float
     stall_timeout_s: float
     max_attempts: int
-
-
-@dataclass(slots=True)
-class PlacementJob:
-    """One prompt ready to be placed. deadline_at_s: monotonic."""
-
-    request_id: str
-    tenant: str
-    model: str
-    model_digest: bytes
-    prompt: PromptPlan
-    block_root: bytes
-    owner_digest: bytes
-    sampling: SamplingParams
-    num_choices: int
-    stop_token_ids: tuple[int, ...]
-    priority: int
-    deadline_at_s: float
-    traceparent: str
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +75,7 @@ class PlacedStream:
     route_s: float = 0.0
     asked_at_s: float = 0.0
     first_token_at_s: float = 0.0
+    last_token_at_s: float = 0.0
     _attempt: int = 0
     _failures: int = 0
     _silences: int = 0
@@ -99,6 +84,8 @@ class PlacedStream:
     _address: str = ""
     _call: Any = None  # grpc.aio.UnaryStreamCall; grpc-stubs type a stub's calls as the synchronous ones
     _admitted: bool = False
+    _accepted: bool = False  # some worker has admitted it
+    _cached_tokens: int = 0
     _stalled: bool = False
     _heard_at_s: float = 0.0
     _closed: bool = False
@@ -128,15 +115,19 @@ class PlacedStream:
             if kind == "tokens":
                 if not self.first_token_at_s:
                     self.first_token_at_s = self._heard_at_s
+                self.last_token_at_s = self._heard_at_s
                 self.output_tokens += len(message.tokens.token_ids)
             elif kind == "stale":
                 self._on_stale()
                 continue
             elif kind == "admitted":
-                self._admitted = True
-                self._leave_line()
+                self._admitted = self._accepted = True
+                self._cached_tokens = message.admitted.cached_tokens
             elif kind == "completed":
-                self._end_attempt(OUTCOME_OK, message.completed.usage.cached)
+                cached = message.completed.usage.cached
+                self._cached_tokens = cached.local + cached.peer + cached.ram + cached.ssd
+                self._end_attempt(OUTCOME_OK, cached)
+                self._leave_line()
                 self._closed = True
             return message
 
@@ -160,89 +151,59 @@ class PlacedStream:
         """Take a turn and ask; without a call afterwards when every worker was full."""
         started_s = time.monotonic()
         line = self.placement.line
-        if self._ticket is None and line.has(self.job.model):
-            self._join_line()
-        if self._ticket is not None:
-            await line.turn(self._ticket, self.job.deadline_at_s)
+        if self._ticket is None:
+            self._ticket = line.join(self.job.wanted())
+        ticket = self._ticket
+        await line.turn(ticket)
         self._attempt += 1
         self.asked_at_s = time.monotonic()
         if self.asked_at_s >= self.job.deadline_at_s:
             raise DeadlineExceeded("the deadline passed before the request was placed")
         try:
-            grant = await self._granted()
+            grant = await self._granted(ticket)
         except WorkersFull as full:
-            ticket = self._join_line()
-            ticket.retry_after_s = full.retry_after_s or ticket.retry_after_s
+            line.full(ticket, full.retry_after_s)
             return
         finally:
             self.route_s += time.monotonic() - started_s
+        line.granted(ticket)
         self._heard_at_s = time.monotonic()
         self._waiting_since_s = self._waiting_since_s or self._heard_at_s
         self.worker_id, self._address = grant.worker_id, grant.worker_address
         stub = self.placement.channels.acquire(self._address)
         self._admitted = self._stalled = False
         self._call = stub.Generate(
-            self._worker_request(grant),
+            self.job.worker_request(self._attempt, grant),
             timeout=max(0.001, self.job.deadline_at_s - self._heard_at_s),
             metadata=call_metadata(self.placement.secret, self.job.request_id),
         )
         self.placement.pulse.add(self)
 
-    async def _granted(self) -> Grant:
+    async def _granted(self, ticket: Ticket) -> Grant:
         with _tracer.start_as_current_span("route") as span:
-            grant = await self.placement.router.ask(self._ask(), self.job.deadline_at_s)
+            grant = await self.placement.router.ask(self._ask(ticket), self.job.deadline_at_s)
             span.set_attributes({"kvmesh.worker_id": grant.worker_id, "kvmesh.attempt": self._attempt})
         if self._closed:
             self._tell_router(OUTCOME_CANCELLED)
             raise asyncio.CancelledError
         return grant
 
-    def _join_line(self) -> Ticket:
-        if self._ticket is None:
-            self._ticket = self.placement.line.join(self.job.model, self.job.priority)
-        return self._ticket
+    def _rejoin_line(self) -> None:
+        if self._ticket is not None:
+            self.placement.line.again(self._ticket, is_accepted=self._accepted)
 
     def _leave_line(self) -> None:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            self.placement.line.leave(ticket)
+            self.placement.line.leave(
+                ticket,
+                cached_tokens=self._cached_tokens,
+                output_tokens=self.output_tokens if self._accepted else None,
+            )
 
-    def _ask(self) -> Ask:
-        job = self.job
-        return Ask(
-            request_id=job.request_id,
-            attempt=self._attempt,
-            model=job.model,
-            block_ids=job.prompt.block_ids,
-            model_digest=job.model_digest,
-            prompt_tokens=job.prompt.num_tokens,
-            max_output_tokens=job.prompt.max_tokens * job.num_choices,
-            num_choices=job.num_choices,
-            priority=job.priority,  # type: ignore[arg-type]
-            tenant=job.tenant,
-            excluded_workers=self._excluded,
-            traceparent=job.traceparent,
-        )
-
-    def _worker_request(self, grant: Grant) -> WorkerGenerateRequest:
-        job = self.job
-        request = WorkerGenerateRequest.FromString(job.prompt.message)
-        rest = WorkerGenerateRequest(
-            request_id=job.request_id,
-            attempt=self._attempt,
-            model_digest=job.model_digest,
-            block_root=job.block_root,
-            owner_digest=job.owner_digest,
-            sampling=job.sampling,
-            num_choices=job.num_choices,
-            max_tokens=job.prompt.max_tokens,
-            stop_token_ids=job.stop_token_ids,
-            pull_plan=grant.pull_plan,
-            priority=job.priority,  # type: ignore[arg-type]
-            expected_local_blocks=grant.local_blocks,
-        )
-        request.MergeFrom(rest)
-        return request
+    def _ask(self, ticket: Ticket) -> Ask:
+        objectives = None if self._accepted else self.job.objectives_left(self.asked_at_s)
+        return self.job.ask(self._attempt, self._excluded, ticket.asks_as, objectives)
 
     def _on_status(self, code: grpc.StatusCode, details: str) -> None:
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -257,7 +218,7 @@ class PlacedStream:
     def _on_stale(self) -> None:
         self.placement.metrics.count_retry("stale")
         self._end_attempt(OUTCOME_STALE)
-        self._join_line()
+        self._rejoin_line()
 
     def _on_silence(self) -> None:
         """A worker that has not admitted the request may only be slow: it is not excluded before the last patience."""
@@ -269,6 +230,7 @@ class PlacedStream:
         self.placement.metrics.count_retry("silent")
         _log.warning("worker_silent", worker_id=self.worker_id, attempt=self._attempt, waited_s=round(waited_s, 3))
         self._end_attempt(OUTCOME_CANCELLED)
+        self._retry()
 
     def _fail(self, reason: str) -> None:
         """Leave a broken attempt; returns when another may be tried, raises when not."""
@@ -281,18 +243,25 @@ class PlacedStream:
         if self._failures >= self.placement.max_attempts:
             self._raise(WorkerFailed(f"{self._failures} workers failed to answer"))
         self._end_attempt(OUTCOME_WORKER_FAILED)
+        self._retry()
         self._excluded.append(self.worker_id)
         self._silences, self._waiting_since_s = 0, 0.0
+
+    def _retry(self) -> None:
+        if not self.placement.retries.take(self.job.tenant, time.monotonic()):
+            self.placement.metrics.count_retry("over_budget")
+            raise WorkerFailed("the worker failed, and too many requests of this tenant are retried already")
+        self._rejoin_line()
 
     def _raise(self, error: GatewayError) -> None:
         self._end_attempt(OUTCOME_WORKER_FAILED if isinstance(error, WorkerFailed) else OUTCOME_CANCELLED)
         raise error
 
     def _close(self, outcome: Outcome.ValueType) -> None:
-        self._leave_line()
         if not self._closed:
             self._closed = True
             self._end_attempt(outcome)
+        self._leave_line()
 
     def _end_attempt(self, outcome: Outcome.ValueType, cached: CachedTokens | None = None) -> None:
         call, self._call = self._call, None
@@ -314,5 +283,10 @@ class PlacedStream:
                 ttft_s=max(0.0, self.first_token_at_s - self.asked_at_s),
                 output_tokens=self.output_tokens,
                 cached=cached,
+                tpot_s=self._tpot_s(),
             )
         )
+
+    def _tpot_s(self) -> float:
+        further_tokens = self.output_tokens / self.job.num_choices - 1
+        return (self.last_token_at_s - self.first_token_at_s) / further_tokens if further_tokens > 0 else 0.0

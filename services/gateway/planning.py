@@ -18,7 +18,7 @@ _MUCH_LONGER = 4
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a served model enters a plan."""
+    """What of a served model enters a plan. limited_by: whose the context length is, for messages."""
 
     name: str
     digest: bytes
@@ -27,17 +27,20 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     layout_version: int
     vocab_size: int
+    limited_by: str = "model"
 
 
 class Tenant(msgspec.Struct, frozen=True):
     """Whose request it is. Raising either number makes the tenant's older cache blocks unreachable.
 
-    generation: of the keys file. cleared: of the tenant's latest clearing, as the mesh knows it.
+    generation: of the keys file. cleared: of the tenant's latest clearing, as the mesh knows it. context_tokens: most
+    tokens of prompt and output together that it may use; 0: as many as the model allows.
     """
 
     name: str
     generation: int = 0
     cleared: int = 0
+    context_tokens: int = 0
 
 
 def make_plan(
@@ -45,6 +48,8 @@ def make_plan(
 ) -> Plan:
     """Check `request` against its model and prepare it. Raises InvalidRequest or ContextLengthExceeded."""
     check_request(request)
+    if 0 < tenant.context_tokens < view.context_length:
+        view = msgspec.structs.replace(view, context_length=tenant.context_tokens, limited_by="tenant")
     _check_token_ids(request, view)
     root = block_root(
         block_key,
@@ -75,6 +80,8 @@ def make_plan(
         stop=request.stop,
         stop_token_ids=tuple(sorted({*request.stop_token_ids, *eos})),
         priority=request.priority,
+        ttft_s=request.ttft_s,
+        tpot_s=request.tpot_s,
     )
 
 
@@ -123,8 +130,8 @@ def _output_budget(num_prompt: int, max_tokens: int | None, view: ModelView, fie
         return left
     if max_tokens > left:
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {view.context_length} tokens, but {num_prompt + max_tokens} were "
-            f"requested ({num_prompt} in the {field}, {max_tokens} for the completion).",
+            f"This {view.limited_by}'s maximum context length is {view.context_length} tokens, but "
+            f"{num_prompt + max_tokens} were requested ({num_prompt} in the {field}, {max_tokens} for the completion).",
             "max_tokens",
         )
     return max_tokens
@@ -132,8 +139,8 @@ def _output_budget(num_prompt: int, max_tokens: int | None, view: ModelView, fie
 
 def _too_long(num_prompt: str, view: ModelView, field: str) -> ContextLengthExceeded:
     return ContextLengthExceeded(
-        f"This model's maximum context length is {view.context_length} tokens, but the {field} has {num_prompt} tokens "
-        "and at least one is needed for the completion.",
+        f"This {view.limited_by}'s maximum context length is {view.context_length} tokens, but the {field} has "
+        f"{num_prompt} tokens and at least one is needed for the completion.",
         field,
     )
 

@@ -18,6 +18,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_PROMPTS = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_OBJECTIVE_S = 86_400.0
 _U64 = 2**64
 
 
@@ -40,7 +41,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One client request. Either `chat` (one prompt) or `prompts`, each a text or token ids."""
+    """One client request. Either `chat` (one prompt) or `prompts`, each a text or token ids.
+
+    ttft_s, tpot_s: its objectives, 0 for none of its own.
+    """
 
     model: str
     prompts: list[str | list[int]] = []
@@ -53,6 +57,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     cache_salt: str = ""
     priority: int = 0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
     echo: bool = False
 
 
@@ -82,6 +88,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     priority: int
+    ttft_s: float
+    tpot_s: float
 
     @property
     def prompt_tokens(self) -> int:
@@ -99,6 +107,8 @@ def check_request(request: GenerationRequest) -> None:
         raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, not {request.num_choices}", "n")
     if request.priority not in PriorityClass.values():
         raise InvalidRequest(f"priority {request.priority} is none of the classes", "priority")
+    _check_range("kvmesh.ttft_s", request.ttft_s, 0.0, MAX_OBJECTIVE_S)
+    _check_range("kvmesh.tpot_s", request.tpot_s, 0.0, MAX_OBJECTIVE_S)
     _check_prompts(request)
     _check_stops(request)
     check_sampling(request.sampling)

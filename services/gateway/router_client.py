@@ -40,6 +40,7 @@ from services.gateway.errors import (
     InternalError,
     ModelNotFound,
     ModelUnavailable,
+    ObjectiveUnmet,
     Overloaded,
     WorkersFull,
 )
@@ -247,7 +248,7 @@ def refusal_error(refusal: Refusal) -> GatewayError:
     if refusal.reason == REFUSAL_REASON_NO_WORKER:
         return ModelUnavailable(refusal.detail or "no worker is ready", None, retry_after_s)
     if refusal.reason == REFUSAL_REASON_DEADLINE:
-        return Overloaded(refusal.detail or "the deadline cannot be met", None, retry_after_s)
+        return ObjectiveUnmet(refusal.detail or "the deadline cannot be met", None, retry_after_s)
     if refusal.reason == REFUSAL_REASON_UNSPECIFIED:
         _log.error("ask_not_understood", request_id=refusal.request_id, detail=refusal.detail)
         return InternalError("the request could not be placed")

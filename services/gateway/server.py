@@ -12,6 +12,7 @@ from kvmesh.v1 import inference_pb2, openai_pb2
 from kvmesh.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 from kvmesh.v1.openai_pb2_grpc import add_OpenAIServicer_to_server
 
+from services.common.fair_queue import StarvationBound
 from services.common.models import resolve_model
 from services.common.process import generated_instance
 from services.common.rpc import MeshServer
@@ -19,18 +20,22 @@ from services.common.security import MeshSecret
 from services.gateway.admission import Admission
 from services.gateway.api.native import InferenceService
 from services.gateway.api.openai_service import OpenAIService
+from services.gateway.beginning import Beginner
 from services.gateway.catalog import ModelCatalog
 from services.gateway.config import GatewaySettings
 from services.gateway.core import Core
+from services.gateway.fair_line import FairLine, LineLimits
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placed_stream import Placement
 from services.gateway.pulse import Pulse
+from services.gateway.quotas import Quotas
+from services.gateway.retry_budget import RetryBudget
 from services.gateway.router_client import RouterClient
 from services.gateway.tenant_generations import TenantGenerations
+from services.gateway.tenants import Tenants
 from services.gateway.text.pool import Preparer, TextPool
 from services.gateway.text.text_model import load_text_model
-from services.gateway.waiting_line import WaitingLine
 from services.gateway.worker_channels import WorkerChannels
 
 # Silence is looked for this often, and held-back events this often while writes are paced.
@@ -44,18 +49,14 @@ class GatewayServer:
 
     def __init__(self, settings: GatewaySettings, secret: MeshSecret, instance: str = "") -> None:
         """Loads tokenizers and keys. Call inside the running loop. Raises ConfigurationError."""
-        self._generations = TenantGenerations(
-            settings.redis_url,
-            instance or generated_instance("gateway"),
-            secret.block_key,
-            settings.generations_file,
-        )
+        instance = instance or generated_instance("gateway")
+        self._generations = TenantGenerations(settings.redis_url, instance, secret.block_key, settings.generations_file)
+        self.quotas = Quotas(self._generations.client, instance, secret.block_key)
         self._settings = settings
         self.router = RouterClient(
             settings.routers, secret, ask_timeout_s=settings.ask_timeout_s, silence_s=settings.router_silence_s
         )
         self.channels = WorkerChannels()
-        self._line = WaitingLine(max_waiting=settings.max_waiting_requests, max_wait_s=settings.max_wait_s)
         self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4), _PACED_PULSE_S)
         self._tasks: list[asyncio.Task[None]] = []
         self.core = self._build_core(settings, secret)
@@ -78,7 +79,11 @@ class GatewayServer:
         admission = Admission(
             max_total=settings.max_inflight_requests, max_tenant=settings.max_tenant_inflight_requests
         )
-        metrics = GatewayMetrics(lambda: admission.total, lambda: self._line.num_waiting)
+        tenants = Tenants(settings.tenants_file)
+        metrics = GatewayMetrics(lambda: admission.total, lambda: line.num_waiting)
+        line = FairLine(_line_limits(settings), tenants.weight_of, metrics.count_refusal)
+        placement = self._placement(settings, secret, metrics, line)
+        catalog = ModelCatalog(texts.values())
         pool = TextPool(
             sources,
             Preparer(texts, secret.block_key),
@@ -95,19 +100,23 @@ class GatewayServer:
         return Core(
             keys=KeyRing(settings.keys_file),
             generations=self._generations,
-            catalog=ModelCatalog(texts.values()),
+            catalog=catalog,
             pool=pool,
             admission=admission,
-            placement=self._placement(settings, secret, metrics),
+            placement=placement,
+            tenants=tenants,
+            beginner=Beginner(catalog, pool, placement, tenants, self.quotas, metrics, secret.block_key),
             metrics=metrics,
-            block_key=secret.block_key,
             default_deadline_s=settings.default_deadline_s,
         )
 
-    def _placement(self, settings: GatewaySettings, secret: MeshSecret, metrics: GatewayMetrics) -> Placement:
+    def _placement(
+        self, settings: GatewaySettings, secret: MeshSecret, metrics: GatewayMetrics, line: FairLine
+    ) -> Placement:
         return Placement(
             router=self.router,
-            line=self._line,
+            line=line,
+            retries=RetryBudget(burst=settings.retry_burst, per_s=settings.retry_per_s),
             channels=self.channels,
             secret=secret,
             pulse=self.pulse,
@@ -129,6 +138,7 @@ class GatewayServer:
                 "pulse": self.pulse.run(),
                 "channels": self.channels.sweep(),
                 "generations": self._generations.run(),
+                "quotas": self.quotas.run(),
             }
             self._tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
             await self._generations.started()
@@ -167,3 +177,12 @@ class GatewayServer:
         while self.core.admission.total and time.monotonic() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_S)
         _log.info("drained", inflight=self.core.admission.total)
+
+
+def _line_limits(settings: GatewaySettings) -> LineLimits:
+    return LineLimits(
+        max_waiting=settings.max_waiting_requests,
+        max_tenant_waiting=settings.max_tenant_waiting_requests,
+        max_wait_s=settings.max_wait_s,
+        starvation=StarvationBound(settings.starve_s, settings.starve_grants),
+    )

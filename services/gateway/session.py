@@ -26,7 +26,7 @@ _log = structlog.get_logger("gateway.access")
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """State of one client request. Times are monotonic seconds."""
+    """State of one client request. Times are monotonic seconds. settle: gives its tenant back what it did not use."""
 
     api: str
     request_id: str
@@ -41,6 +41,7 @@ class Session:
     model: str = ""
     plan: Plan | None = None
     generation: Generation | None = None
+    settle: Callable[[], None] | None = None
     end_user: str = ""
     first_output_s: float = 0.0
     last_output_s: float = 0.0
@@ -51,6 +52,14 @@ class Session:
         self.last_output_s = time.monotonic()
         if not self.first_output_s:
             self.first_output_s = self.last_output_s
+
+    def withdraw(self) -> None:
+        """End what has begun; the request may begin again."""
+        if self.generation is not None:
+            self.generation.close()
+        if self.settle is not None:
+            self.settle()
+        self.generation, self.settle = None, None
 
     def fail(self, error: GatewayError) -> None:
         """The end by an error."""
@@ -64,6 +73,8 @@ class Session:
         self._closed = True
         if self.generation is not None:
             self.generation.close()
+        if self.settle is not None:
+            self.settle()
         self.release()
         # A done callback knows no current span, and the log line must carry the request's.
         with trace.use_span(self.span, end_on_exit=True):

@@ -29,16 +29,16 @@ _log = structlog.get_logger("gateway.generations")
 
 
 class TenantGenerations:
-    """`run` until cancelled, then `close`."""
+    """`run` until cancelled, then `close`. client: the gateway's connection to Redis, for other parts too."""
 
     def __init__(self, redis_url: str, instance: str, block_key: bytes, path: Path | None = None) -> None:
         """path: a file that keeps them. Raises ConfigurationError when it cannot be read, or for a wrong URL."""
         self._path = path
         self._block_key = block_key
         self._health = RedisHealth()
-        self._client: RedisClient = connect_redis(redis_url)
+        self.client: RedisClient = connect_redis(redis_url)
         self._follower = GenerationFollower(
-            self._client,
+            self.client,
             f"gateway/{instance}",
             epoch=new_epoch(),
             carry_out=self._keep,
@@ -72,7 +72,7 @@ class TenantGenerations:
     async def close(self) -> None:
         """Nobody need wait for this gateway any more."""
         await self._follower.close()
-        await self._client.aclose()
+        await self.client.aclose()
 
     async def _keep(self, new: Mapping[bytes, int]) -> None:
         """They hold from now on; a file that cannot be written only means that they may be lost with the mesh."""

@@ -194,6 +194,25 @@ def test_a_turn_put_back_costs_nothing_and_keeps_its_place() -> None:
     assert served(queue, 2) == [first, second]
 
 
+def test_turns_put_back_in_any_order_keep_theirs() -> None:
+    queue = queue_of()
+    entries = push(queue, *(entry("a") for _ in range(5)))
+    first, second, third = served(queue, 3)
+    for one in (second, first, third):
+        queue.put_back(one)
+    assert served(queue, 5) == entries
+
+
+def test_who_is_kept_makes_no_room() -> None:
+    queue = queue_of()
+    kept, other = push(queue, entry("a", BATCH), entry("b", BATCH))
+    kept.is_kept = True
+    assert displaced(entry(kind=INTERACTIVE), queue, [queue], 2) is other
+    queue.remove(other)
+    late = entry(kind=INTERACTIVE)
+    assert displaced(late, queue, [queue], 1) is late
+
+
 def test_room_is_made_by_the_least_urgent_newest_first() -> None:
     queue = queue_of()
     _, newest, standard = push(queue, entry(kind=BATCH), entry(kind=BATCH), entry(kind=STANDARD))

@@ -97,6 +97,8 @@ class Mesh:
         assert self.gateway.channels.users() == 0
         assert len(self.gateway.pulse) == 0
         assert core.placement.line.num_waiting == 0
+        assert core.placement.line.num_asking == 0
+        assert self.gateway.quotas.num_open == 0
 
     async def wait_idle(self) -> None:
         """Wait until nothing runs anywhere."""

@@ -107,7 +107,6 @@ def test_values_out_of_range(fields: dict[str, Any], param: str) -> None:
         ("store", True),
         ("metadata", {"a": "b"}),
         ("reasoning_effort", "high"),
-        ("service_tier", "flex"),
         ("web_search_options", {}),
         ("guided_json", {}),
         ("min_tokens", 3),
@@ -189,3 +188,28 @@ def test_any_value_is_parsed_or_refused(fields: dict[str, Any], endpoint: str) -
 def test_any_bytes_are_parsed_or_refused(body: bytes, endpoint: str) -> None:
     with pytest.raises(InvalidRequest):
         parse_openai(endpoint, body)
+
+
+def test_class_and_objectives_of_a_request() -> None:
+    def parsed(**fields: Any) -> GenerationRequest:
+        return parse_openai(COMPLETIONS, json.dumps({"model": "m", "prompt": "hi", **fields}).encode())[0]
+
+    assert parsed().priority == 0
+    assert [parsed(priority=name).priority for name in ("interactive", "standard", "batch")] == [1, 2, 3]
+    tiers = ("auto", "default", "priority", "flex")
+    assert [parsed(service_tier=name).priority for name in tiers] == [0, 0, 1, 3]
+    mine = parsed(kvmesh={"ttft_s": 1.5, "tpot_s": 0.1, "priority": "batch"}, service_tier="flex")
+    assert (mine.ttft_s, mine.tpot_s, mine.priority) == (1.5, 0.1, 3)
+    for wrong, param in (
+        ({"service_tier": "scale"}, "service_tier"),
+        ({"service_tier": "flex", "priority": "interactive"}, "service_tier"),
+        ({"kvmesh": {"ttft": 1}}, "kvmesh"),
+        ({"kvmesh": {"ttft_s": "soon"}}, "kvmesh.ttft_s"),
+        ({"kvmesh": {"priority": "urgent"}}, "kvmesh.priority"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            parsed(**wrong)
+        assert caught.value.param == param
+    for bad in (-1, float("inf"), 1e9):
+        with pytest.raises(InvalidRequest, match="ttft_s"):
+            check_request(GenerationRequest(model="m", prompts=["hi"], ttft_s=bad))

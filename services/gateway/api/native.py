@@ -53,21 +53,22 @@ class InferenceService(InferenceServicer):
             session = self._core.open("generate", metadata_of(context), context.time_remaining(), request.request_id)
             on_end(context, session)
             check_request_id(request.request_id)
-            prepared = await self._core.prepare_native(session, generation_request(request))
-            generation = self._core.start(session, prepared.plan)
+            begun = await self._core.beginner.begin_native(session, generation_request(request))
+            generation, events = begun.generation, begun.events
             with_text = request.return_text if request.HasField("return_text") else True
             is_open = False
-            while events := await generation.read():
+            while events:
                 for event in events:
                     if isinstance(event, Accepted):
                         if is_open:
                             continue
                         is_open = True
                         await send_headers(context, session, event.worker_id, event.cached_tokens)
-                        yield _accepted(event, session, prepared.plan.prompt_tokens)
+                        yield _accepted(event, session, begun.plan.prompt_tokens)
                     else:
                         session.output_seen()
                         yield _message(event, with_text)
+                events = await generation.read()
             yield GenerateResponse(completed=GenerateCompleted(usage=generation.usage()))
             session.close(OK)
         except Exception as error:
@@ -131,6 +132,8 @@ def generation_request(request: GenerateRequest) -> GenerationRequest:
         ignore_eos=request.ignore_eos,
         cache_salt=request.cache_salt,
         priority=int(request.priority),
+        ttft_s=request.objectives.ttft_s,
+        tpot_s=request.objectives.tpot_s,
     )
 
 

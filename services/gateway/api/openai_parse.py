@@ -20,7 +20,9 @@ from services.gateway.request import MAX_LOGPROBS, GenerationRequest, Sampling
 B = TypeVar("B", bound=CommonBody)
 CHAT, COMPLETIONS = "chat", "completions"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_PRIORITIES = {None: 0, "interactive": 1, "standard": 2, "batch": 3}
+_PRIORITIES = {"interactive": 1, "standard": 2, "batch": 3}
+# The other tiers leave the class to the tenant's default.
+_TIERS = {"priority": "interactive", "flex": "batch"}
 _I64_MIN, _U64 = -(2**63), 2**64
 _decoders: dict[type[CommonBody], msgspec.json.Decoder[Any]] = {
     body: msgspec.json.Decoder(body) for body in (ChatBody, CompletionBody)
@@ -116,8 +118,23 @@ def _common(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> d
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "ignore_eos": bool(body.ignore_eos),
         "cache_salt": body.cache_salt or "",
-        "priority": _PRIORITIES[body.priority],
+        "priority": _priority(body),
+        "ttft_s": (body.kvmesh.ttft_s if body.kvmesh is not None else None) or 0.0,
+        "tpot_s": (body.kvmesh.tpot_s if body.kvmesh is not None else None) or 0.0,
     }
+
+
+def _priority(body: CommonBody) -> int:
+    """The class of proto PriorityClass, 0 for the tenant's default."""
+    given = {
+        "priority": body.priority,
+        "kvmesh.priority": body.kvmesh.priority if body.kvmesh is not None else None,
+        "service_tier": _TIERS.get(body.service_tier or ""),
+    }
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if len(set(wanted.values())) > 1:
+        raise InvalidRequest(f"{' and '.join(wanted)} disagree", list(wanted)[-1])
+    return _PRIORITIES[next(iter(wanted.values()))] if wanted else 0
 
 
 def _format(endpoint: str, body: CommonBody, logprobs: int | None) -> ReplyFormat:

@@ -38,6 +38,14 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
+class MeshOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What only this mesh knows: objectives in seconds, and the class."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    priority: Literal["interactive", "standard", "batch"] | None = None
+
+
 class CommonBody(msgspec.Struct, kw_only=True):
     """Fields of both endpoints; null is as good as absent."""
 
@@ -62,8 +70,9 @@ class CommonBody(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     cache_salt: str | None = None
     priority: Literal["interactive", "standard", "batch"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    kvmesh: MeshOptions | None = None
     # Known and not implemented.
-    service_tier: Any = None
     store: Any = None
     metadata: Any = None
     prompt_cache_key: Any = None
@@ -112,7 +121,6 @@ class CompletionBody(CommonBody, kw_only=True):
 
 # Values besides null that mean nothing, so that clients which spell out defaults are served.
 COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
     "prompt_cache_key": (),

@@ -24,9 +24,9 @@ from services.gateway.api.openai_render import (
     encode,
     error_event,
 )
+from services.gateway.beginning import Begun
 from services.gateway.core import Core
 from services.gateway.errors import GatewayError, ModelUnavailable
-from services.gateway.generation import Generation
 from services.gateway.output import Accepted, Delta, Event
 from services.gateway.request import Sampling
 from services.gateway.session import OK, Session
@@ -87,16 +87,15 @@ class OpenAIService(OpenAIServicer):
         try:
             session = self._core.open(endpoint, metadata_of(context), context.time_remaining())
             on_end(context, session)
-            prepared = await self._core.prepare_openai(session, endpoint, request.data)
-            plan, reply_format = prepared.plan, prepared.reply
+            begun = await self._core.beginner.begin_openai(session, endpoint, request.data)
+            plan, reply_format = begun.plan, begun.reply
             assert reply_format is not None
-            generation = self._core.start(session, plan)
             vocabulary = self._core.catalog.text_model(plan.model).vocabulary
             reply = Reply(plan, reply_format, vocabulary, request_id=session.request_id, created_s=int(time.time()))
             if not reply_format.stream:
-                yield HttpBody(content_type=JSON, data=await _whole(session, generation, WholeRenderer(reply), context))
+                yield HttpBody(content_type=JSON, data=await _whole(session, begun, WholeRenderer(reply), context))
             else:
-                await self._stream(session, generation, StreamRenderer(reply), context)
+                await self._stream(session, begun, StreamRenderer(reply), context)
             session.close(OK)
         except Exception as error:
             known = as_gateway_error(error)
@@ -104,11 +103,9 @@ class OpenAIService(OpenAIServicer):
                 session.fail(known)
             await abort(context, known)
 
-    async def _stream(
-        self, session: Session, generation: Generation, renderer: StreamRenderer, context: Context
-    ) -> None:
+    async def _stream(self, session: Session, begun: Begun, renderer: StreamRenderer, context: Context) -> None:
         """Write the events; errors after the first one end in an error event."""
-        events = await generation.read()
+        generation, events = begun.generation, begun.events
         accepted = events[0]
         assert isinstance(accepted, Accepted)
         await send_headers(context, session, accepted.worker_id, accepted.cached_tokens)
@@ -147,9 +144,10 @@ def _render(events: list[Event], renderer: StreamRenderer) -> bytes:
     return b"".join(parts)
 
 
-async def _whole(session: Session, generation: Generation, renderer: WholeRenderer, context: Context) -> bytes:
+async def _whole(session: Session, begun: Begun, renderer: WholeRenderer, context: Context) -> bytes:
+    generation, events = begun.generation, begun.events
     headers_sent = False
-    while events := await generation.read():
+    while events:
         for event in events:
             if isinstance(event, Delta):
                 session.output_seen()
@@ -159,6 +157,7 @@ async def _whole(session: Session, generation: Generation, renderer: WholeRender
             elif not headers_sent:
                 headers_sent = True
                 await send_headers(context, session, event.worker_id, event.cached_tokens)
+        events = await generation.read()
     return renderer.body(generation.usage())
 
 

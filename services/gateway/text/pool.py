@@ -33,13 +33,17 @@ _log = structlog.get_logger("gateway.text")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One preparation. Exactly one of body (OpenAI, with its endpoint) and request (native) is given."""
+    """One preparation. Exactly one of body (OpenAI, with its endpoint) and request (native) is given.
+
+    model: answers in place of the one that was asked for; empty: nobody does.
+    """
 
     views: dict[str, ModelView]
     tenant: Tenant
     endpoint: str = ""
     body: bytes | None = None
     request: GenerationRequest | None = None
+    model: str = ""
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -67,6 +71,8 @@ class Preparer:
         if job.body is not None:
             request, reply = parse_openai(job.endpoint, job.body)
         assert request is not None
+        if job.model:
+            request = msgspec.structs.replace(request, model=job.model)
         text, view = self.texts.get(request.model), job.views.get(request.model)
         if view is None or text is None:
             raise ModelMissing(request.model)

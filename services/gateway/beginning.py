@@ -1,0 +1,188 @@
+"""How a request begins to run: prepare it, charge its tenant, start its streams, and wait until a worker has taken it.
+
+When no worker would meet its objectives and its tenant has a fallback model, the request begins again with that one.
+Whatever has begun ends with the session.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import structlog
+from kvmesh.v1.common_pb2 import SamplingParams
+from opentelemetry import trace
+
+from services.common.blocks import owner_digest
+from services.gateway.api.openai_parse import ReplyFormat
+from services.gateway.catalog import ModelCatalog
+from services.gateway.errors import ModelUnavailable, ObjectiveUnmet
+from services.gateway.generation import Generation
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.output import Event
+from services.gateway.placed_stream import PlacedStream, Placement
+from services.gateway.placement_job import PlacementJob
+from services.gateway.quotas import Charge, Quotas
+from services.gateway.request import GenerationRequest, Plan, PromptPlan, Sampling
+from services.gateway.session import Session
+from services.gateway.tenants import Tenants
+from services.gateway.text.pool import Job, ModelMissing, Prepared, TextPool
+
+_tracer = trace.get_tracer("kvmesh.gateway")
+_log = structlog.get_logger("gateway.beginning")
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request that a worker has taken. events: its first. reply: the format of an OpenAI answer."""
+
+    plan: Plan
+    reply: ReplyFormat | None
+    generation: Generation
+    events: list[Event]
+
+
+@dataclass(frozen=True, slots=True)
+class Beginner:
+    """The parts that a beginning needs."""
+
+    catalog: ModelCatalog
+    pool: TextPool
+    placement: Placement
+    tenants: Tenants
+    quotas: Quotas
+    metrics: GatewayMetrics
+    block_key: bytes
+
+    async def begin_openai(self, session: Session, endpoint: str, body: bytes) -> Begun:
+        """Begin an OpenAI body. Raises GatewayError."""
+        job = Job(views=self.catalog.views, tenant=session.tenant, endpoint=endpoint, body=body)
+        return await self._begin(session, job)
+
+    async def begin_native(self, session: Session, request: GenerationRequest) -> Begun:
+        """Begin a native request. Raises GatewayError."""
+        return await self._begin(session, Job(views=self.catalog.views, tenant=session.tenant, request=request))
+
+    async def _begin(self, session: Session, job: Job) -> Begun:
+        try:
+            return await self._run(session, job)
+        except ObjectiveUnmet:
+            fallback = self.tenants.of(session.tenant.name).fallback_model
+            if fallback in ("", session.model) or fallback not in self.catalog.views:
+                raise
+            _log.info("fallback", request_id=session.request_id, model=session.model, fallback=fallback)
+            self.metrics.count_fallback(session.model, fallback)
+            session.withdraw()
+            return await self._run(session, msgspec.structs.replace(job, model=fallback))
+
+    async def _run(self, session: Session, job: Job) -> Begun:
+        prepared = await self._prepare(session, job)
+        plan = prepared.plan
+        use = _Use(self.quotas, await self._charge(session, plan), plan)
+        session.settle = use.settle
+        session.generation = use.generation = self._start(session, plan)
+        events = await session.generation.read()
+        use.is_taken = True
+        return Begun(plan, prepared.reply, session.generation, events)
+
+    async def _prepare(self, session: Session, job: Job) -> Prepared:
+        started_s = time.monotonic()
+        with _tracer.start_as_current_span("tokenize") as span:
+            prepared = await self._text(job)
+            span.set_attribute("gen_ai.usage.input_tokens", prepared.plan.prompt_tokens)
+        session.prepare_s += time.monotonic() - started_s
+        self.metrics.record_prepare(time.monotonic() - started_s)
+        plan = _seeded(prepared.plan)
+        session.plan, session.model = plan, plan.model
+        session.end_user = prepared.reply.end_user if prepared.reply is not None else ""
+        session.span.update_name(f"{session.api} {plan.model}")
+        session.span.set_attribute("gen_ai.request.model", plan.model)
+        return Prepared(plan, prepared.reply)
+
+    async def _text(self, job: Job) -> Prepared:
+        try:
+            return await self.pool.prepare(job)
+        except ModelMissing as missing:
+            self.catalog.check(str(missing))
+            raise ModelUnavailable("the model has only now appeared", "model") from None
+
+    async def _charge(self, session: Session, plan: Plan) -> Charge | None:
+        tenant = session.tenant.name
+        policy = self.tenants.of(tenant)
+        policy.class_of(plan.priority)  # a request that may not run is not charged
+        outputs = self.placement.line.outputs
+        expected = sum(outputs.tokens(tenant, prompt.max_tokens) for prompt in plan.prompts) * plan.num_choices
+        return await self.quotas.charge(tenant, policy, plan.prompt_tokens + expected)
+
+    def _start(self, session: Session, plan: Plan) -> Generation:
+        text = self.catalog.text_model(plan.model)
+        sampling = _sampling_proto(plan.sampling)
+        streams = [
+            PlacedStream(self.placement, self._job(session, plan, sampling, i, prompt))
+            for i, prompt in enumerate(plan.prompts)
+        ]
+        return Generation(plan, text.vocabulary, streams)
+
+    def _job(
+        self, session: Session, plan: Plan, sampling: SamplingParams, index: int, prompt: PromptPlan
+    ) -> PlacementJob:
+        policy = self.tenants.of(session.tenant.name)
+        kind = policy.class_of(plan.priority)
+        objectives = policy.objectives.of(kind)
+        ttft_s = plan.ttft_s or objectives.ttft_s
+        return PlacementJob(
+            request_id=session.request_id if len(plan.prompts) == 1 else f"{session.request_id}-{index}",
+            tenant=session.tenant.name,
+            model=plan.model,
+            model_digest=plan.model_digest,
+            prompt=prompt,
+            block_root=plan.block_root,
+            owner_digest=owner_digest(self.block_key, tenant=session.tenant.name, cleared=session.tenant.cleared),
+            sampling=sampling,
+            num_choices=plan.num_choices,
+            stop_token_ids=plan.stop_token_ids,
+            request_class=kind,
+            deadline_at_s=session.deadline_at_s,
+            ttft_at_s=session.started_s + ttft_s if ttft_s else math.inf,
+            tpot_s=plan.tpot_s or objectives.tpot_s,
+            traceparent=session.traceparent,
+        )
+
+
+@dataclass(slots=True)
+class _Use:
+    """What a request was charged and what it has used. is_taken: a worker has taken it."""
+
+    quotas: Quotas
+    charge: Charge | None
+    plan: Plan
+    generation: Generation | None = None
+    is_taken: bool = False
+
+    def settle(self) -> None:
+        """Replace the estimate; once."""
+        charge, self.charge = self.charge, None
+        if charge is None:
+            return
+        used_tokens = 0
+        if self.is_taken and self.generation is not None:
+            used_tokens = self.plan.prompt_tokens + self.generation.usage().output_tokens
+        self.quotas.settle(charge, used_tokens)
+
+
+def _seeded(plan: Plan) -> Plan:
+    """An unseeded request gets its seed at admission, so that every attempt draws the same."""
+    if plan.sampling.seed is not None:
+        return plan
+    return msgspec.structs.replace(
+        plan, sampling=msgspec.structs.replace(plan.sampling, seed=random.SystemRandom().getrandbits(64))
+    )
+
+
+def _sampling_proto(sampling: Sampling) -> SamplingParams:
+    given: dict[str, Any] = msgspec.structs.asdict(sampling)
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})

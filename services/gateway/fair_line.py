@@ -1,0 +1,298 @@
+"""Where requests wait for a worker: one fair queue for each model, and a few asks to the router at a time.
+
+A ticket waits, asks, is granted, and is left; it goes back to the front of its tenant's line when its ask or its
+worker came to nothing. When the router finds every worker full for a class, neither that class nor a less urgent one
+asks until a request of the model ends at this gateway, or a timer that backs off fires: room is also made by other
+gateways' requests. The first ask after that goes alone, and each grant doubles how many may follow at once. Waiting is
+bounded in number, in all and for a tenant, and in time. What is refused is told how long the queue takes to drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from services.common.drain_rate import DrainRate
+from services.common.fair_queue import Entry, FairQueue, RequestClass, StarvationBound, displaced
+from services.common.virtual_counters import TokenPrices
+from services.gateway.errors import GatewayError, ObjectiveUnmet, Overloaded, TenantLimitExceeded
+from services.gateway.output_forecast import OutputForecast
+
+MAX_ASKS = 16
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 0.4
+# A worker's answer that it is full reaches the router with its next report; until then the ask may go there again.
+_QUICK_RETURNS = 2
+_MIN_RETRY_AFTER_S = 1.0
+_NO_CLASS_BLOCKED = RequestClass.BATCH + 1
+_PRICES = TokenPrices()
+
+# Told of every refusal: reason and class.
+OnRefusal = Callable[[str, RequestClass], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LineLimits:
+    """Most that wait, in all and of one tenant; longest wait; when a less urgent class has its turn."""
+
+    max_waiting: int
+    max_tenant_waiting: int
+    max_wait_s: float
+    starvation: StarvationBound
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request that wants a worker. ttft_at_s: when its first token is due, inf for never. Times are monotonic."""
+
+    model: str
+    tenant: str
+    request_class: RequestClass
+    prompt_tokens: int
+    max_tokens: int
+    num_choices: int
+    deadline_at_s: float
+    ttft_at_s: float
+
+
+class TicketState(Enum):
+    """Where a ticket is; only the line changes it."""
+
+    WAITING = auto()
+    ASKING = auto()
+    GRANTED = auto()
+    LEFT = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request on its way to a worker. until_s: end of its wait. retry_after_s: the router's last forecast."""
+
+    wanted: Wanted
+    until_s: float
+    entry: Entry[Ticket] = field(init=False)
+    state: TicketState = TicketState.WAITING
+    retry_after_s: float | None = None
+    returns: int = 0
+    refusal: GatewayError | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def asks_as(self) -> RequestClass:
+        """The class its turn counts as."""
+        return self.entry.asks_as
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One model: its queue, its asks in flight, and what is known of its workers' room."""
+
+    queue: FairQueue[Ticket]
+    granted: DrainRate = field(default_factory=DrainRate)
+    num_asking: int = 0
+    max_asking: int = MAX_ASKS
+    blocked_from: int = _NO_CLASS_BLOCKED
+    pause_s: float = _FIRST_RETRY_S
+    timer: asyncio.TimerHandle | None = None
+
+    def unblock(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer, self.blocked_from = None, _NO_CLASS_BLOCKED
+
+
+class FairLine:
+    """Owner of all tickets; each is given back by `leave`, however its request ended."""
+
+    def __init__(self, limits: LineLimits, weight_of: Callable[[str], float], on_refusal: OnRefusal) -> None:
+        """weight_of: a tenant's share against others, above 0."""
+        self.outputs = OutputForecast()
+        self._limits = limits
+        self._weight_of = weight_of
+        self._on_refusal = on_refusal
+        self._lanes: dict[str, _Lane] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, of all models."""
+        return sum(lane.queue.num_waiting for lane in self._lanes.values())
+
+    @property
+    def num_asking(self) -> int:
+        """Asks in flight; 0 when idle."""
+        return sum(lane.num_asking for lane in self._lanes.values())
+
+    def join(self, wanted: Wanted) -> Ticket:
+        """Take a place. Raises TenantLimitExceeded or Overloaded when the tenant's, or all, are taken."""
+        lane = self._lanes.get(wanted.model)
+        if lane is None:
+            queue: FairQueue[Ticket] = FairQueue(self._weight_of, self._limits.starvation)
+            lane = self._lanes[wanted.model] = _Lane(queue)
+        ticket = Ticket(wanted, self._end_of_wait(wanted))
+        ticket.entry = Entry(ticket, wanted.tenant, wanted.request_class, self._estimate(wanted))
+        self._make_room(ticket, lane)
+        lane.queue.push(ticket.entry, time.monotonic())
+        self._dispatch(lane)
+        return ticket
+
+    async def turn(self, ticket: Ticket) -> None:
+        """Wait until this ticket may ask. Raises GatewayError when it may no longer.
+
+        The place is kept, also when cancelled: the caller leaves.
+        """
+        while ticket.state is not TicketState.ASKING:
+            if ticket.refusal is not None:
+                raise ticket.refusal
+            left_s = ticket.until_s - time.monotonic()
+            if left_s <= 0:
+                raise self._too_late(ticket)
+            ticket.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await ticket.changed.wait()
+
+    def granted(self, ticket: Ticket) -> None:
+        """The router has named a worker."""
+        lane = self._lanes[ticket.wanted.model]
+        ticket.state = TicketState.GRANTED
+        lane.num_asking -= 1
+        lane.granted.add(ticket.entry.charged, time.monotonic())
+        lane.max_asking = min(MAX_ASKS, 2 * lane.max_asking)
+        lane.pause_s = _FIRST_RETRY_S
+        self._dispatch(lane)
+
+    def full(self, ticket: Ticket, retry_after_s: float | None) -> None:
+        """The router has found every worker full."""
+        lane = self._lanes[ticket.wanted.model]
+        ticket.retry_after_s = retry_after_s or ticket.retry_after_s
+        lane.max_asking = 1
+        lane.blocked_from = min(lane.blocked_from, ticket.asks_as)
+        if lane.timer is None:
+            lane.timer = asyncio.get_running_loop().call_later(lane.pause_s, self._retry, lane)
+            lane.pause_s = min(_LAST_RETRY_S, 2 * lane.pause_s)
+        self._return(ticket, lane)
+
+    def again(self, ticket: Ticket, *, is_accepted: bool) -> None:
+        """The granted worker has not taken the request or has failed: it goes back to the front of its line.
+
+        is_accepted: a worker had taken it, so it neither makes room for others nor has to meet its objective any more.
+        """
+        lane = self._lanes[ticket.wanted.model]
+        now_s = time.monotonic()
+        if is_accepted:
+            ticket.entry.is_kept = True
+            ticket.until_s = min(now_s + self._limits.max_wait_s, ticket.wanted.deadline_at_s)
+        ticket.returns += 1
+        lane.granted.add(-ticket.entry.charged, now_s)
+        if ticket.returns > _QUICK_RETURNS:
+            self.full(ticket, None)
+        else:
+            self._return(ticket, lane)
+
+    def leave(self, ticket: Ticket, *, cached_tokens: int = 0, output_tokens: int | None = None) -> None:
+        """The request has ended; its tenant is charged what was computed. Idempotent.
+
+        output_tokens: None when no worker had taken it.
+        """
+        lane = self._lanes[ticket.wanted.model]
+        state, ticket.state = ticket.state, TicketState.LEFT
+        if state is TicketState.WAITING and ticket.refusal is None:
+            lane.queue.remove(ticket.entry)
+        elif state is TicketState.ASKING:
+            lane.num_asking -= 1
+            lane.queue.refund(ticket.entry)
+            self._dispatch(lane)
+        elif state is TicketState.GRANTED:
+            self._settle(ticket, lane, cached_tokens, output_tokens)
+
+    def wake(self, model: str) -> None:
+        """There may be room for `model`."""
+        lane = self._lanes.get(model)
+        if lane is not None and lane.timer is not None:
+            self._retry(lane)
+
+    def waiting_by_model(self) -> dict[str, int]:
+        """Requests that wait, of models that have any."""
+        return {model: lane.queue.num_waiting for model, lane in self._lanes.items() if lane.queue.num_waiting}
+
+    def _dispatch(self, lane: _Lane) -> None:
+        """Let as many ask as may."""
+        now_s = time.monotonic()
+        while lane.num_asking < lane.max_asking:
+            entry = lane.queue.pop(now_s, lane.blocked_from)
+            if entry is None:
+                return
+            lane.num_asking += 1
+            entry.item.state = TicketState.ASKING
+            entry.item.changed.set()
+
+    def _return(self, ticket: Ticket, lane: _Lane) -> None:
+        if ticket.state is TicketState.ASKING:
+            lane.num_asking -= 1
+        ticket.state = TicketState.WAITING
+        lane.queue.put_back(ticket.entry)
+        self._dispatch(lane)
+
+    def _retry(self, lane: _Lane) -> None:
+        lane.unblock()
+        self._dispatch(lane)
+
+    def _settle(self, ticket: Ticket, lane: _Lane, cached_tokens: int, output_tokens: int | None) -> None:
+        if output_tokens is None:
+            lane.queue.refund(ticket.entry)
+            return
+        wanted = ticket.wanted
+        cost = _PRICES.cost(
+            prompt_tokens=wanted.prompt_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens
+        )
+        lane.queue.settle(ticket.entry, cost)
+        self.outputs.learn(wanted.tenant, output_tokens / wanted.num_choices)
+
+    def _make_room(self, ticket: Ticket, lane: _Lane) -> None:
+        tenant = ticket.wanted.tenant
+        queues = [other.queue for other in self._lanes.values()]
+        if sum(queue.num_waiting_of(tenant) for queue in queues) >= self._limits.max_tenant_waiting:
+            self._on_refusal("tenant_queue_full", ticket.wanted.request_class)
+            raise TenantLimitExceeded(
+                f"{self._limits.max_tenant_waiting} requests of this tenant are waiting", None, self._drain_s(lane)
+            )
+        victim = displaced(ticket.entry, lane.queue, queues, self._limits.max_waiting)
+        if victim is None:
+            return
+        shed = victim.item
+        shed_lane = self._lanes[shed.wanted.model]
+        self._on_refusal("queue_full", shed.wanted.request_class)
+        shed.refusal = Overloaded(
+            f"{self._limits.max_waiting} requests are waiting", None, shed.retry_after_s or self._drain_s(shed_lane)
+        )
+        if shed is ticket:
+            raise shed.refusal
+        shed_lane.queue.remove(victim)
+        shed.changed.set()
+
+    def _too_late(self, ticket: Ticket) -> GatewayError:
+        wanted = ticket.wanted
+        retry_after_s = ticket.retry_after_s or self._drain_s(self._lanes[wanted.model])
+        if ticket.until_s == wanted.ttft_at_s and not ticket.entry.is_kept:
+            self._on_refusal("objective", wanted.request_class)
+            return ObjectiveUnmet("no worker could give the first token in time", None, retry_after_s)
+        self._on_refusal("wait", wanted.request_class)
+        return Overloaded("no worker had room in time", None, retry_after_s)
+
+    def _drain_s(self, lane: _Lane) -> float:
+        """When a comer would find the queue empty, as it is drained now."""
+        drain_s = lane.granted.forecast_s(lane.queue.cost_waiting, time.monotonic())
+        if drain_s is None:
+            return self._limits.max_wait_s / 2
+        return min(self._limits.max_wait_s, max(_MIN_RETRY_AFTER_S, drain_s))
+
+    def _end_of_wait(self, wanted: Wanted) -> float:
+        return min(time.monotonic() + self._limits.max_wait_s, wanted.deadline_at_s, wanted.ttft_at_s)
+
+    def _estimate(self, wanted: Wanted) -> float:
+        output = self.outputs.tokens(wanted.tenant, wanted.max_tokens) * wanted.num_choices
+        return _PRICES.cost(prompt_tokens=wanted.prompt_tokens, output_tokens=output)

@@ -1,0 +1,99 @@
+"""One prompt ready to be placed, and the messages that are made of it for the line, the router and a worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.v1.common_pb2 import Objectives, SamplingParams
+from kvmesh.v1.router_pb2 import Ask, Grant
+from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
+
+from services.common.fair_queue import RequestClass
+from services.gateway.fair_line import Wanted
+from services.gateway.request import PromptPlan
+
+# An objective that is missed already, in the terms of an Ask, where 0 means none.
+_LEAST_OBJECTIVE_S = 0.001
+
+
+@dataclass(slots=True)
+class PlacementJob:
+    """What does not change from one attempt to the next.
+
+    deadline_at_s, ttft_at_s: monotonic; the latter when the first token is due, inf for no such objective. tpot_s: 0
+    for no objective.
+    """
+
+    request_id: str
+    tenant: str
+    model: str
+    model_digest: bytes
+    prompt: PromptPlan
+    block_root: bytes
+    owner_digest: bytes
+    sampling: SamplingParams
+    num_choices: int
+    stop_token_ids: tuple[int, ...]
+    request_class: RequestClass
+    deadline_at_s: float
+    ttft_at_s: float
+    tpot_s: float
+    traceparent: str
+
+    def wanted(self) -> Wanted:
+        """What the fair line has to know."""
+        return Wanted(
+            model=self.model,
+            tenant=self.tenant,
+            request_class=self.request_class,
+            prompt_tokens=self.prompt.num_tokens,
+            max_tokens=self.prompt.max_tokens,
+            num_choices=self.num_choices,
+            deadline_at_s=self.deadline_at_s,
+            ttft_at_s=self.ttft_at_s,
+        )
+
+    def objectives_left(self, now_s: float) -> Objectives:
+        """What is left of the objectives. now_s: monotonic time."""
+        left_s = max(_LEAST_OBJECTIVE_S, self.ttft_at_s - now_s)
+        return Objectives(ttft_s=left_s if math.isfinite(left_s) else 0.0, tpot_s=self.tpot_s)
+
+    def ask(self, attempt: int, excluded: Sequence[str], asks_as: RequestClass, objectives: Objectives | None) -> Ask:
+        """The question to the router. asks_as: the class that this turn counts as."""
+        return Ask(
+            request_id=self.request_id,
+            attempt=attempt,
+            model=self.model,
+            block_ids=self.prompt.block_ids,
+            model_digest=self.model_digest,
+            prompt_tokens=self.prompt.num_tokens,
+            max_output_tokens=self.prompt.max_tokens * self.num_choices,
+            num_choices=self.num_choices,
+            priority=asks_as.value,  # type: ignore[arg-type]
+            tenant=self.tenant,
+            excluded_workers=excluded,
+            traceparent=self.traceparent,
+            objectives=objectives,
+        )
+
+    def worker_request(self, attempt: int, grant: Grant) -> WorkerGenerateRequest:
+        """The assignment to the granted worker."""
+        request = WorkerGenerateRequest.FromString(self.prompt.message)
+        rest = WorkerGenerateRequest(
+            request_id=self.request_id,
+            attempt=attempt,
+            model_digest=self.model_digest,
+            block_root=self.block_root,
+            owner_digest=self.owner_digest,
+            sampling=self.sampling,
+            num_choices=self.num_choices,
+            max_tokens=self.prompt.max_tokens,
+            stop_token_ids=self.stop_token_ids,
+            pull_plan=grant.pull_plan,
+            priority=self.request_class.value,  # type: ignore[arg-type]
+            expected_local_blocks=grant.local_blocks,
+        )
+        request.MergeFrom(rest)
+        return request
