@@ -23,6 +23,7 @@ from services.gateway.errors import GatewayError, ObjectiveUnmet, Overloaded, Te
 from services.gateway.output_forecast import OutputForecast
 
 MAX_ASKS = 16
+_LEAST_RETRY_S = 0.01
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 0.4
 # A worker's answer that it is full reaches the router with its next report; until then the ask may go there again.
@@ -165,14 +166,15 @@ class FairLine:
         lane.pause_s = _FIRST_RETRY_S
         self._dispatch(lane)
 
-    def full(self, ticket: Ticket, retry_after_s: float | None) -> None:
-        """The router has found every worker full."""
+    def full(self, ticket: Ticket, retry_after_s: float | None, room_in_s: float = 0.0) -> None:
+        """The router has found every worker full. room_in_s: when it expects that to end, 0: unknown."""
         lane = self._lanes[ticket.wanted.model]
         ticket.retry_after_s = retry_after_s or ticket.retry_after_s
         lane.max_asking = 1
         lane.blocked_from = min(lane.blocked_from, ticket.asks_as)
         if lane.timer is None:
-            lane.timer = asyncio.get_running_loop().call_later(lane.pause_s, self._retry, lane)
+            pause_s = max(_LEAST_RETRY_S, min(room_in_s or lane.pause_s, lane.pause_s))
+            lane.timer = asyncio.get_running_loop().call_later(pause_s, self._retry, lane)
             lane.pause_s = min(_LAST_RETRY_S, 2 * lane.pause_s)
         self._return(ticket, lane)
 

@@ -32,7 +32,8 @@ class GatewayMetrics:
             description="Requests refused before a worker had taken them, by reason and class.",
         )
         self._fallbacks = meter.create_counter(
-            "kvmesh_gateway_fallbacks", description="Requests that a tenant's fallback model was tried for, by both models."
+            "kvmesh_gateway_fallbacks",
+            description="Requests that a tenant's fallback model was tried for, by both models.",
         )
         self._prepare = meter.create_histogram(
             "kvmesh_gateway_prepare_seconds", unit="s", description="Parsing, templating and tokenising."

@@ -162,7 +162,7 @@ class PlacedStream:
         try:
             grant = await self._granted(ticket)
         except WorkersFull as full:
-            line.full(ticket, full.retry_after_s)
+            line.full(ticket, full.retry_after_s, full.room_in_s)
             return
         finally:
             self.route_s += time.monotonic() - started_s

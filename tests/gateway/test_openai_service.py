@@ -254,7 +254,7 @@ async def test_bad_requests(mesh: Mesh, fields: dict[str, Any], code: str | None
 async def test_refusals_carry_retry_after(mesh: Mesh) -> None:
     for reason, code in (
         (router_pb2.REFUSAL_REASON_NO_WORKER, "model_unavailable"),
-        (router_pb2.REFUSAL_REASON_DEADLINE, "overloaded"),
+        (router_pb2.REFUSAL_REASON_DEADLINE, "objective_unmet"),
     ):
         mesh.router.refusal = router_pb2.Refusal(reason=reason, detail="full", retry_after_s=2.5)
         status, error, trailing = await mesh.error("Completions", {"model": "smollm2-135m", "prompt": "hi"})
