@@ -10,7 +10,7 @@ line. No turn is withheld while anybody waits; whoever waits alone is served at 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import islice
@@ -108,6 +108,12 @@ class FairQueue(Generic[T]):
         self._promoted_last = False
         self.num_waiting = 0
         self.cost_waiting = 0.0
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        """All that wait, in no order that means anything."""
+        for line in self._lines.values():
+            for waiting in line.tenants.values():
+                yield from waiting.values()
 
     def num_waiting_of(self, tenant: str) -> int:
         """Requests of one tenant that wait."""

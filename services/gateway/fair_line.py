@@ -112,6 +112,8 @@ class FairLine:
     def __init__(self, limits: LineLimits, weight_of: Callable[[str], float], on_refusal: OnRefusal) -> None:
         """weight_of: a tenant's share against others, above 0."""
         self.outputs = OutputForecast()
+        # Cleared by whoever looks at what waits.
+        self.somebody_waits = asyncio.Event()
         self._limits = limits
         self._weight_of = weight_of
         self._on_refusal = on_refusal
@@ -217,9 +219,13 @@ class FairLine:
         if lane is not None and lane.timer is not None:
             self._retry(lane)
 
-    def waiting_by_model(self) -> dict[str, int]:
-        """Requests that wait, of models that have any."""
-        return {model: lane.queue.num_waiting for model, lane in self._lanes.items() if lane.queue.num_waiting}
+    def waiting_by_model(self) -> dict[str, tuple[int, int]]:
+        """Requests that wait and their prompt tokens, of models that have any."""
+        return {
+            model: (lane.queue.num_waiting, sum(entry.item.wanted.prompt_tokens for entry in lane.queue))
+            for model, lane in self._lanes.items()
+            if lane.queue.num_waiting
+        }
 
     def _dispatch(self, lane: _Lane) -> None:
         """Let as many ask as may."""
@@ -227,10 +233,12 @@ class FairLine:
         while lane.num_asking < lane.max_asking:
             entry = lane.queue.pop(now_s, lane.blocked_from)
             if entry is None:
-                return
+                break
             lane.num_asking += 1
             entry.item.state = TicketState.ASKING
             entry.item.changed.set()
+        if lane.queue.num_waiting:
+            self.somebody_waits.set()
 
     def _return(self, ticket: Ticket, lane: _Lane) -> None:
         if ticket.state is TicketState.ASKING:

@@ -7,6 +7,7 @@ again on the next router; attempts already granted are no concern of the new one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from kvmesh.v1.router_pb2 import (
     Done,
     Grant,
     ModelSnapshot,
+    QueueReport,
     Refusal,
     RouteRequest,
     RouteResponse,
@@ -130,6 +132,11 @@ class RouterClient:
             self._outbox.put_nowait(RouteRequest(done=done))
         except asyncio.QueueFull:
             self.dropped_dones += 1
+
+    def report(self, queues: QueueReport) -> None:
+        """Say what waits here; dropped when the outbox is full, since another follows."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._outbox.put_nowait(RouteRequest(queues=queues))
 
     async def run(self) -> None:
         """Keep a Route stream to some router until cancelled."""

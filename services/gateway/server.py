@@ -29,6 +29,7 @@ from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placed_stream import Placement
 from services.gateway.pulse import Pulse
+from services.gateway.queue_reporter import QueueReporter
 from services.gateway.quotas import Quotas
 from services.gateway.retry_budget import RetryBudget
 from services.gateway.router_client import RouterClient
@@ -139,6 +140,7 @@ class GatewayServer:
                 "channels": self.channels.sweep(),
                 "generations": self._generations.run(),
                 "quotas": self.quotas.run(),
+                "queues": QueueReporter(self.core.placement.line, self.router.report).run(),
             }
             self._tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
             await self._generations.started()

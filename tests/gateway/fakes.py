@@ -23,6 +23,7 @@ from kvmesh.v1.router_pb2 import (
     Done,
     Grant,
     ModelSnapshot,
+    QueueReport,
     Refusal,
     RouteRequest,
     RouteResponse,
@@ -162,6 +163,7 @@ class FakeRouter(RouterServicer):
     mute: bool = False
     asks: list[Ask] = field(default_factory=list)
     dones: list[Done] = field(default_factory=list)
+    queues: list[QueueReport] = field(default_factory=list)
     streams: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     server: MeshServer = field(default_factory=lambda: MeshServer("127.0.0.1:0", secret=SECRET))
@@ -177,6 +179,9 @@ class FakeRouter(RouterServicer):
         async for message in requests:
             if message.HasField("done"):
                 self.dones.append(message.done)
+                continue
+            if message.HasField("queues"):
+                self.queues.append(message.queues)
                 continue
             self.asks.append(message.ask)
             if not self.mute:

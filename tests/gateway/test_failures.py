@@ -113,6 +113,22 @@ async def test_full_workers_are_waited_for_in_turn(mesh: Mesh) -> None:
     await mesh.wait_idle()
 
 
+async def test_routers_are_told_what_waits_until_nothing_does(mesh: Mesh) -> None:
+    mesh.router.queues.clear()
+    assert (await mesh.complete())["choices"]
+    mesh.router.refusal = Refusal(reason=REFUSAL_REASON_OVERLOADED, retry_after_s=3)
+    calls = [asyncio.create_task(mesh.complete(prompt=prompt)) for prompt in ("one", "one two three")]
+    await eventually(lambda: mesh.router.queues and mesh.router.queues[-1].waiting[0].requests == 2)
+    [waiting] = mesh.router.queues[-1].waiting
+    assert (waiting.model, waiting.prompt_tokens) == ("smollm2-135m", 4)
+    mesh.router.refusal = None
+    await asyncio.gather(*calls)
+    await eventually(lambda: not mesh.router.queues[-1].waiting)
+    told = len(mesh.router.queues)
+    assert (await mesh.complete())["choices"]
+    assert len(mesh.router.queues) == told, "silent while nobody waits"
+
+
 async def test_a_wait_has_an_end(text_model: TextModel) -> None:
     async with running_mesh(text_model, max_wait_s=0.3, max_waiting_requests=2) as mesh:
         mesh.router.refusal = Refusal(reason=REFUSAL_REASON_OVERLOADED, retry_after_s=6.5)
