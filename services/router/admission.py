@@ -23,15 +23,22 @@ from services.router.policies.view import FloatArray, WorkerRows
 
 # Least time after which a refused caller is told to come back.
 RETRY_S = 1.0
+# A promise tighter than this many idle steps is kept by nobody else's help: it would be a worker of one's own.
+_LEAST_PROMISE = 2.0
 BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """max_queue_s: the grant limit, work in a worker's queue; queue_shares: of it, by PriorityClass, 1 where absent."""
+    """max_queue_s: the grant limit, work in a worker's queue.
+
+    queue_shares, pace_shares: of the limit, and of the TPOT promised to those that a worker has, by PriorityClass, 1
+    where absent: lower classes leave room for higher ones.
+    """
 
     max_queue_s: float = 0.2
     queue_shares: Mapping[int, float] = field(default_factory=lambda: {RequestClass.BATCH: 0.5})
+    pace_shares: Mapping[int, float] = field(default_factory=lambda: {RequestClass.BATCH: 0.8})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ def admissible(
     in_time = _expected_ttft_s(rows, costs, idle, forecast.margin) <= limit_s
     if not in_time.any():
         return _too_late(costs, limit_s, forecast)
-    keeps_pace = _keeps_pace(ask, costs) | idle
+    keeps_pace = _keeps_pace(ask, rows, costs, config) | idle
     below = idle | (costs.queue_s <= config.max_queue_s * config.queue_shares.get(ask.priority, 1.0))
     ready = in_time & keeps_pace & below
     if not ready.any():
@@ -85,10 +92,12 @@ def _expected_ttft_s(rows: WorkerRows, costs: Costs, idle: BoolArray, margin: fl
     return result
 
 
-def _keeps_pace(ask: Ask, costs: Costs) -> BoolArray:
-    if ask.tpot_objective_s <= 0:
-        return np.ones(len(costs.queue_s), np.bool_)
-    result: BoolArray = costs.predicted_tpot_s <= ask.tpot_objective_s
+def _keeps_pace(ask: Ask, rows: WorkerRows, costs: Costs, config: AdmissionConfig) -> BoolArray:
+    """With the request, the worker decodes fast enough for it and for those that were promised a pace before."""
+    own_s = ask.tpot_objective_s or np.inf
+    promised_s = np.maximum(rows["promised_tpot_s"], _LEAST_PROMISE * rows["benchmark_decode_step_s"])
+    promised_s = promised_s * config.pace_shares.get(ask.priority, 1.0)
+    result: BoolArray = costs.predicted_tpot_s <= np.minimum(own_s, promised_s)
     return result
 
 

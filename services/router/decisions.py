@@ -146,7 +146,7 @@ class Decisions:
         return known.num_blocks if known else 0
 
     def _enter(self, ask: Ask, placement: Placement, opened: OpenAttempts, now_s: float) -> None:
-        pending = PendingAttempt.of(placement, now_s, priority=ask.priority)
+        pending = PendingAttempt.of(placement, now_s, priority=ask.priority, tpot_s=ask.tpot_objective_s)
         self.table.grant(placement.worker_id, ask.id, pending)
         self.outbox.put(GrantedNews(placement.worker_id, placement.worker_epoch, ask.id, pending))
         opened[ask.id] = OpenAttempt(

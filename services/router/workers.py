@@ -19,6 +19,7 @@ from services.router.domain import AttemptId, Identity, Load, Placement, WorkerI
 from services.router.link_table import LinkTable
 from services.router.own_pauses import OwnPauses
 from services.router.policies.view import NUM_CLASSES, WORKER_ROW, IntArray, Pressure, WorkerRows
+from services.router.promises import Promises
 from services.router.rates import StepSlope
 from services.router.recent_names import RecentNames
 from services.router.recent_work import BUCKET_S, NUM_BUCKETS, RecentWork
@@ -38,7 +39,7 @@ class PendingAttempt:
     """A grant that no report shows yet; pulls: bytes that it is to pull, by holder.
 
     pairs: of its prompt's tokens with those before them. work_s, prefill_s: all that the worker will have to do for it,
-    and the prompt's part. priority: a PriorityClass, 0 counting as the most urgent.
+    and the prompt's part. priority: a PriorityClass, 0 counting as the most urgent. tpot_s: its objective, 0 for none.
     """
 
     tokens: int
@@ -49,9 +50,10 @@ class PendingAttempt:
     work_s: float = 0.0
     prefill_s: float = 0.0
     priority: int = 0
+    tpot_s: float = 0.0
 
     @classmethod
-    def of(cls, placement: Placement, granted_s: float, *, priority: int = 0) -> PendingAttempt:
+    def of(cls, placement: Placement, granted_s: float, *, priority: int = 0, tpot_s: float = 0.0) -> PendingAttempt:
         """What a placement adds to its worker's load."""
         return cls(
             tokens=placement.prefill_tokens,
@@ -62,6 +64,7 @@ class PendingAttempt:
             work_s=placement.work_s,
             prefill_s=placement.prefill_s,
             priority=priority,
+            tpot_s=tpot_s,
         )
 
 
@@ -77,6 +80,7 @@ class Worker:
     slope: StepSlope = field(default_factory=StepSlope)
     # Attempts that reports have lately shown to be admitted or ended.
     shown: RecentNames = field(default_factory=RecentNames)
+    promises: Promises = field(default_factory=Promises)
 
 
 def _set_costs(row: np.void, costs: StepCosts, *, least_step_s: float) -> None:
@@ -174,6 +178,7 @@ class WorkerTable:
         row["benchmark_prefill_tokens_per_s"] = row["prefill_tokens_per_s"]
         row["decode_step_s"] = identity.decode_step_s or _DEFAULT_DECODE_STEP_S
         row["benchmark_decode_step_s"] = row["decode_step_s"]
+        row["promised_tpot_s"] = worker.promises.tightest_s()
         costs = assumed_costs(float(row["prefill_tokens_per_s"]), float(row["decode_step_s"]))
         _set_costs(row, costs, least_step_s=float(row["decode_step_s"]))
         row["moved_s"] = row["reported_s"] = row["told_s"] = now_s
@@ -205,6 +210,10 @@ class WorkerTable:
         worker.shown.add((*load.admitted, *load.ended))
         for key in (*load.admitted, *load.ended):
             self._end_pending(worker, key)
+        worker.promises.end(load.ended)
+        if not has_work:
+            worker.promises.end_all_but(worker.pending)
+        row["promised_tpot_s"] = worker.promises.tightest_s()
         self._count_pending(worker, now_s)
 
     def broken(self, worker_id: WorkerId) -> None:
@@ -220,12 +229,18 @@ class WorkerTable:
         worker.pending[str(attempt)] = pending
         self.recent.add(worker.row, pending.granted_s, work_s=pending.work_s, prefill_s=pending.prefill_s)
         self.links.add(pending.pulls)
+        worker.promises.make(str(attempt), pending.tpot_s)
+        self._rows[worker.row]["promised_tpot_s"] = worker.promises.tightest_s()
         self._count_pending(worker, pending.granted_s)
 
     def end(self, worker_id: WorkerId, attempt: AttemptId, now_s: float) -> None:
         """An attempt has ended, whether or not a report has shown it."""
         worker = self.workers.get(worker_id)
-        if worker is not None and self._end_pending(worker, str(attempt)):
+        if worker is None:
+            return
+        worker.promises.end([str(attempt)])
+        self._rows[worker.row]["promised_tpot_s"] = worker.promises.tightest_s()
+        if self._end_pending(worker, str(attempt)):
             self._count_pending(worker, now_s)
 
     def suspect(self, now_s: float) -> npt.NDArray[np.bool_]:

@@ -127,7 +127,7 @@ class Scene:
     def place(self, ask: Ask, now_s: float = NOW_S, *, count: bool = False) -> Placement | Refused:
         answer = self.placer.place(ask, now_s, waiting_tokens=self.waiting_tokens)
         if count and isinstance(answer, Placement):
-            pending = PendingAttempt.of(answer, now_s, priority=ask.priority)
+            pending = PendingAttempt.of(answer, now_s, priority=ask.priority, tpot_s=ask.tpot_objective_s)
             self.table.grant(answer.worker_id, ask.id, pending)
         return answer
 

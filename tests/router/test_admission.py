@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvmesh.v1.common_pb2 import PRIORITY_CLASS_BATCH, PRIORITY_CLASS_INTERACTIVE, PRIORITY_CLASS_STANDARD
 
+from services.common.fair_queue import RequestClass
 from services.router.admission import RETRY_S
 from services.router.domain import Load, Placement, RefusalReason, WorkerId
 from tests.router.scenes import IDENTITY, IDLE, NOW_S, Scene, chain
@@ -115,9 +116,9 @@ def test_a_long_cached_prefix_is_worth_a_wait_beyond_the_limit() -> None:
 
 def test_batch_leaves_room_in_the_queue_for_the_others() -> None:
     scene = scene_of(queueing(0.15 * RATE))
-    batch = scene.ask(chain(2), priority=PRIORITY_CLASS_BATCH)
+    batch = scene.ask(chain(2), priority=RequestClass.BATCH)
     assert scene.refusal(batch).reason is RefusalReason.OVERLOADED
-    for priority in (0, PRIORITY_CLASS_INTERACTIVE, PRIORITY_CLASS_STANDARD):
+    for priority in (0, RequestClass.INTERACTIVE, RequestClass.STANDARD):
         scene.grant(replace(batch, priority=priority))
     scene.table.report(WorkerId("w0"), queueing(0.05 * RATE), NOW_S)
     scene.grant(batch)
@@ -144,3 +145,43 @@ def test_who_decodes_too_slowly_is_no_candidate_while_others_remain() -> None:
     assert scene.refusal(ask).reason is RefusalReason.OVERLOADED
     scene.table.report(WorkerId("w1"), replace(crowded, running_requests=0, decoding_sequences=0), NOW_S)
     assert scene.grant(ask).worker_id == "w1"
+
+
+def test_who_joins_does_not_slow_those_who_were_promised_a_pace() -> None:
+    # Predicted with one more: 53 ms.
+    busy = replace(IDLE, running_requests=4, decoding_sequences=4, decode_step_s=0.04)
+    scene = scene_of(busy)
+    promised, anybody = scene.ask(chain(2), tpot_objective_s=0.06), scene.ask(chain(2))
+    batch = replace(anybody, priority=RequestClass.BATCH)
+    scene.grant(batch)
+    scene.grant(promised, count=True)
+    scene.table.report(WorkerId("w0"), replace(busy, admitted=(str(promised.id),)), NOW_S)
+    scene.grant(anybody)
+    assert scene.refusal(batch).reason is RefusalReason.OVERLOADED
+    slow = replace(busy, decode_step_s=0.12)
+    scene.table.report(WorkerId("w0"), slow, NOW_S)
+    assert scene.refusal(anybody).reason is RefusalReason.OVERLOADED
+    scene.table.report(WorkerId("w0"), replace(slow, ended=(str(promised.id),)), NOW_S)
+    scene.grant(anybody)
+
+
+@pytest.mark.parametrize("way", ["closed", "idle"])
+def test_promises_end_with_their_requests(way: str) -> None:
+    scene = scene_of(replace(IDLE, running_requests=1, decoding_sequences=1, decode_step_s=0.1))
+    ask = scene.ask(chain(2), tpot_objective_s=0.5)
+    scene.grant(ask, count=True)
+    row = scene.table.workers[WorkerId("w0")].row
+    assert scene.table.rows["promised_tpot_s"][row] == 0.5
+    if way == "closed":
+        scene.table.end(WorkerId("w0"), ask.id, NOW_S)
+    else:
+        scene.table.report(WorkerId("w0"), replace(IDLE, admitted=(str(ask.id),)), NOW_S)
+    assert scene.table.rows["promised_tpot_s"][row] == math.inf
+
+
+def test_nobody_gets_a_worker_of_their_own_by_an_objective_that_only_an_idle_one_keeps() -> None:
+    scene = scene_of(IDLE)
+    scene.grant(scene.ask(chain(2), tpot_objective_s=1.01 * IDENTITY.decode_step_s), count=True)
+    running = replace(IDLE, running_requests=1, decoding_sequences=1)
+    scene.table.report(WorkerId("w0"), replace(running, admitted=("r1/1",)), NOW_S)
+    scene.grant(scene.ask(chain(2)))

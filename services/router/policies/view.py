@@ -60,6 +60,8 @@ WORKER_ROW = np.dtype(
         ("prefill_tokens_per_s", np.float64),
         ("decode_step_s", np.float64),
         ("decode_slope_s", np.float64),
+        # Tightest TPOT objective of the requests that it has; inf: none.
+        ("promised_tpot_s", np.float64),
         # As measured when the worker started.
         ("benchmark_prefill_tokens_per_s", np.float64),
         ("benchmark_decode_step_s", np.float64),
