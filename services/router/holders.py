@@ -92,7 +92,7 @@ class Holders:
 
     def _worker_sources(self, holding: Holding, least: int, usable_rows: IntArray, turn: int) -> list[Source]:
         lengths = holding.by_row[usable_rows]
-        rows = usable_rows[lengths > least]
+        rows = usable_rows[(lengths > least) & self._table.rows["serves_pulls"][usable_rows]]
         if not len(rows):
             return []
         table, lengths = self._table.rows.take(rows), holding.by_row[rows]

@@ -134,6 +134,7 @@ class WorkerTable:
         row = self._rows[worker.row]
         row["live"] = True
         row["host"] = host_number(record.host)
+        row["serves_pulls"] = bool(record.pull_address or record.transfer_grpc_address)
         row["slot"] = -1
         row["model"] = -1
         row["drained"] = self._drains.get(record.id) == record.epoch

@@ -87,10 +87,19 @@ class Scene:
         self.waiting_tokens = 0.0
         self._asks = 0
 
-    def worker(self, name: str, load: Load = IDLE, identity: Identity = IDENTITY, *, host: str = "h") -> None:
+    def worker(
+        self,
+        name: str,
+        load: Load = IDLE,
+        identity: Identity = IDENTITY,
+        *,
+        host: str = "h",
+        pull_address: str | None = None,
+    ) -> None:
         worker_id = WorkerId(name)
+        address = f"{name}:2" if pull_address is None else pull_address
         record = LocationRecord(
-            kind="worker", id=name, epoch=1, host=host, grpc_address=f"{name}:1", pull_address=f"{name}:2"
+            kind="worker", id=name, epoch=1, host=host, grpc_address=f"{name}:1", pull_address=address
         )
         self.table.add(record)
         self.table.identify(worker_id, replace(identity, worker_id=worker_id), NOW_S)

@@ -137,6 +137,17 @@ def test_the_last_token_is_always_computed() -> None:
     assert (grant.local_blocks, grant.prefill_tokens) == (3, 16)
 
 
+@pytest.mark.parametrize(("address", "pulls"), [("a:2", 1), ("", 0)])
+def test_only_who_serves_pulls_is_pulled_from(address: str, pulls: int) -> None:
+    scene = Scene()
+    ids = chain(40)
+    scene.worker("a", replace(IDLE, queued_prefill_tokens=5_000), pull_address=address)
+    scene.worker("b", links("worker/a", bytes_per_s=1e9))
+    scene.hold("worker/a", ids)
+    grant = scene.grant(scene.ask(ids))
+    assert (grant.worker_id, len(grant.pull_plan)) == ("b", pulls)
+
+
 def test_a_holder_of_another_epoch_is_no_holder() -> None:
     scene = Scene()
     ids = chain(8)

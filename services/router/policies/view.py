@@ -26,6 +26,8 @@ WORKER_ROW = np.dtype(
         ("drained", np.bool_),
         # Prefills and decodes, so that it can finish a request alone.
         ("runs_whole", np.bool_),
+        # Others can pull blocks from it: a simulated worker has nothing to give.
+        ("serves_pulls", np.bool_),
         ("model", np.int32),
         ("context_length", np.int64),
         ("block_tokens", np.int64),
