@@ -1,8 +1,8 @@
 """Block id -> who holds it, in memory.
 
-What one location holds has a slot, and the slots of a block's holders are one interned object. Most blocks of a prefix
-have the very same holders, and holders are prefix-closed: who holds a block holds all before it. So a lookup jumps:
-where two blocks of a prompt have the same object, all between them have it too.
+What one location holds has a slot, and the slots of a block's holders are an interned set with a number. Most blocks
+of a prefix have the very same holders, and holders are prefix-closed: who holds a block holds all before it. So a
+lookup jumps: where two blocks of a prompt have the same number, all between them have it too.
 
 A location may for a moment not be prefix-closed, as when a change of many blocks comes in parts. What a lookup says of
 it then is still a place where the location holds one block and not the next, at or after its first gap: too long at
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from services.common.announcements import Tier, xor_of
 from services.common.blocks import BlockId
-from services.router.index.holder_sets import FEW_BITS, HolderSet, HolderSets, flags_of, slots_of, slots_of_each
+from services.router.index.holder_sets import FEW_BITS, HolderSets, flags_of, slots_of, slots_of_each
 
 NUM_PARTS = 256
 # More runs of many slots than this are taken apart all at once.
@@ -79,7 +79,7 @@ class BlockMap:
     """`add` and `remove` change one set, `find` looks a prompt up in those that are shown."""
 
     def __init__(self) -> None:
-        self._parts: list[dict[BlockId, HolderSet]] = [{} for _ in range(NUM_PARTS)]
+        self._parts: list[dict[BlockId, int]] = [{} for _ in range(NUM_PARTS)]
         self._sets = HolderSets()
         self._shown = 0
         self._free_slots: list[int] = []
@@ -128,51 +128,56 @@ class BlockMap:
 
     def add(self, held: HeldSet, entries: Iterable[tuple[BlockId, int]]) -> None:
         """`held` has these blocks in these tiers, whether or not it had them before."""
-        bit, parts, release = 1 << held.slot, self._parts, self._sets.release
+        bit, parts, sets = 1 << held.slot, self._parts, self._sets
         new: list[BlockId] = []
-        before: HolderSet | None = None
-        after: HolderSet | None = None
-        last_tier, is_new = -1, False
+        before: int | None = None
+        after, last_tier, is_new, moved = 0, -1, False, 0
         for id_, tier in entries:
             part = parts[id_[0]]
-            holders = part.get(id_)
-            if after is None or holders is not before or tier != last_tier:
-                before, last_tier = holders, tier
-                mask = holders.mask if holders is not None else 0
-                is_new = not mask & bit
-                after = self._sets.of(self._with(held, mask, tier))
+            number = part.get(id_)
+            if number != before or tier != last_tier:
+                sets.move(before, after, moved)
+                before, last_tier, moved = number, tier, 0
+                mask = sets.masks[number] if number is not None else 0
+                is_new, wanted = not mask & bit, sets.number_of(self._with(held, mask, tier))
+                assert wanted is not None
+                after = wanted
             if is_new:
                 new.append(id_)
-            if holders is not after:
-                after.uses += 1
-                part[id_] = after
-                if holders is not None:
-                    release(holders)
+            part[id_] = after
+            moved += 1
+        sets.move(before, after, moved)
         held.count += len(new)
         held.xor ^= xor_of(new)
 
     def remove(self, held: HeldSet, ids: Iterable[BlockId]) -> None:
         """`held` has `ids` no more; those that it did not have are ignored."""
-        bit, keep, parts = 1 << held.slot, ~held.bits, self._parts
+        bit, keep, parts, sets = 1 << held.slot, ~held.bits, self._parts, self._sets
         gone: list[BlockId] = []
-        before: HolderSet | None = None
-        is_held, rest = False, 0
+        before: int | None = None
+        after: int | None = None
+        is_held, moved = False, 0
         for id_ in ids:
             part = parts[id_[0]]
-            holders = part.get(id_)
-            if holders is not before and holders is not None:
-                before = holders
-                is_held, rest = bool(holders.mask & bit), holders.mask & keep
-            if holders is not None and is_held:
+            number = part.get(id_)
+            if number != before:
+                sets.move(before, after, moved)
+                before, moved = number, 0
+                mask = sets.masks[number] if number is not None else 0
+                is_held = bool(mask & bit)
+                after = sets.number_of(mask & keep) if is_held else number
+            if is_held:
                 gone.append(id_)
-                self._put(part, id_, holders, rest)
+                _put(part, id_, after)
+                moved += 1
+        sets.move(before, after, moved)
         held.count -= len(gone)
         held.xor ^= xor_of(gone)
 
     def is_on_ssd(self, held: HeldSet, id_: BlockId) -> bool:
         """Whether `held` has the block on an SSD."""
-        holders = self._parts[id_[0]].get(id_)
-        return holders is not None and held.ssd_slot >= 0 and bool(holders.mask >> held.ssd_slot & 1)
+        number = self._parts[id_[0]].get(id_)
+        return number is not None and held.ssd_slot >= 0 and bool(self._sets.masks[number] >> held.ssd_slot & 1)
 
     def find(self, ids: Sequence[BlockId]) -> Runs:
         """How many of the leading `ids` each shown set has.
@@ -183,17 +188,17 @@ class BlockMap:
         runs: list[tuple[int, int]] = []
         if not ids:
             return Runs(())
-        parts = self._parts
+        parts, masks = self._parts, self._sets.masks
         at, here = 0, parts[ids[0][0]].get(ids[0])
-        alive = here.mask & self._shown if here is not None else 0
+        alive = masks[here] & self._shown if here is not None else 0
         ahead = [(last, parts[ids[last][0]].get(ids[last]))] if (last := len(ids) - 1) else []
         while alive and ahead:
             right, there = ahead[-1]
-            if there is here:
+            if there == here:
                 at = right
                 ahead.pop()
                 continue
-            left = alive & there.mask if there is not None else 0
+            left = alive & masks[there] if there is not None else 0
             if left != alive and right - at > 1:
                 middle = (at + right) // 2
                 id_ = ids[middle]
@@ -216,27 +221,16 @@ class BlockMap:
         mask |= 1 << held.slot
         return mask & ~(1 << held.ssd_slot) if held.ssd_slot >= 0 else mask
 
-    def _put(self, part: dict[BlockId, HolderSet], id_: BlockId, before: HolderSet, mask: int) -> None:
-        if mask:
-            after = self._sets.of(mask)
-            after.uses += 1
-            part[id_] = after
-        else:
-            del part[id_]
-        self._sets.release(before)
-
-    def _sweep_part(self, part: dict[BlockId, HolderSet]) -> None:
-        gone = self._sweeping
-        concerned: dict[HolderSet, bool] = {}
-        found = []
-        for id_, holders in part.items():
-            is_concerned = concerned.get(holders)
-            if is_concerned is None:
-                is_concerned = concerned[holders] = bool(holders.mask & gone)
-            if is_concerned:
-                found.append((id_, holders))
-        for id_, holders in found:
-            self._put(part, id_, holders, holders.mask & ~gone)
+    def _sweep_part(self, part: dict[BlockId, int]) -> None:
+        gone, sets = self._sweeping, self._sets
+        concerned = [number for number in set(part.values()) if sets.masks[number] & gone]
+        after = {number: sets.number_of(sets.masks[number] & ~gone) for number in concerned}
+        moved = dict.fromkeys(concerned, 0)
+        for id_, number in [item for item in part.items() if item[1] in after]:
+            _put(part, id_, after[number])
+            moved[number] += 1
+        for number, count in moved.items():
+            sets.move(number, after[number], count)
 
     def _new_slot(self) -> int:
         if self._free_slots:
@@ -246,3 +240,10 @@ class BlockMap:
 
     def _free(self, bits: int) -> None:
         self._free_slots.extend(map(int, slots_of(bits)))
+
+
+def _put(part: dict[BlockId, int], id_: BlockId, number: int | None) -> None:
+    if number is None:
+        del part[id_]
+    else:
+        part[id_] = number

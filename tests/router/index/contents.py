@@ -15,8 +15,8 @@ def contents(blocks: BlockMap, held: HeldSet) -> dict[BlockId, int]:
     return {
         id_: Tier.SSD if blocks.is_on_ssd(held, id_) else MEMORY
         for part in blocks._parts
-        for id_, holders in part.items()
-        if holders.mask >> held.slot & 1
+        for id_, number in part.items()
+        if blocks._sets.masks[number] >> held.slot & 1
     }
 
 

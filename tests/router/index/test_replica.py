@@ -90,7 +90,7 @@ def check(replica: Replica, holders: list[Holder]) -> None:
             location = replica.locations.get(holder.name)
             assert (lengths[location.slot] if location else 0) == leading(holder.held, ids)
     assert len(replica.blocks) == len({id_ for holder in holders for id_ in holder.held})
-    used = {id(holders_) for part in replica.blocks._parts for holders_ in part.values()}
+    used = {number for part in replica.blocks._parts for number in part.values()}
     assert len(used) == replica.blocks.num_holder_sets
 
 
