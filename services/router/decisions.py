@@ -10,7 +10,7 @@ import structlog
 
 from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
-from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Refused, WorkerId
+from services.router.domain import Ask, AttemptId, Placement, Prediction, RefusalReason, Refused, WorkerId
 from services.router.explanations import Explanations
 from services.router.gateway_queues import GatewayQueues, ModelQueue
 from services.router.holders import Holders
@@ -36,7 +36,7 @@ class OpenAttempt:
 
     worker_id: WorkerId
     policy: str
-    predicted_ttft_s: float
+    prediction: Prediction
     num_choices: int
 
 
@@ -105,6 +105,7 @@ class Decisions:
         *,
         outcome: str,
         ttft_s: float = 0.0,
+        tpot_s: float = 0.0,
         output_tokens: int = 0,
     ) -> None:
         """A gateway closes an attempt; unknown ones are ignored."""
@@ -115,8 +116,8 @@ class Decisions:
         self.outbox.put(ClosedNews(entry.worker_id, attempt))
         if outcome == "ok" and output_tokens:
             self._placer.output_tokens.update(output_tokens / entry.num_choices)
-        self._placer.lateness.update(entry.predicted_ttft_s, ttft_s)
-        self._metrics.closed(entry.policy, outcome, entry.predicted_ttft_s, ttft_s)
+        self._placer.learn(entry.worker_id, entry.prediction, now_s, ttft_s=ttft_s, tpot_s=tpot_s)
+        self._metrics.closed(entry.policy, outcome, entry.prediction, ttft_s, tpot_s)
         if _explains():
             _log.debug(
                 "attempt closed",
@@ -124,8 +125,13 @@ class Decisions:
                 attempt=attempt.attempt,
                 worker_id=entry.worker_id,
                 outcome=outcome,
-                predicted_ttft_s=round(entry.predicted_ttft_s, 6),
+                predicted_ttft_s=round(entry.prediction.ttft_s, 6),
+                uncorrected_ttft_s=round(entry.prediction.uncorrected_ttft_s, 6),
                 actual_ttft_s=round(ttft_s, 6),
+                predicted_tpot_s=round(entry.prediction.tpot_s, 6),
+                actual_tpot_s=round(tpot_s, 6),
+                features=[round(part, 6) for part in entry.prediction.features],
+                queue_s=round(entry.prediction.queue_s, 6),
             )
 
     def queues_told(self, gateway: str, queues: tuple[ModelQueue, ...], now_s: float) -> None:
@@ -150,7 +156,7 @@ class Decisions:
         self.table.grant(placement.worker_id, ask.id, pending)
         self.outbox.put(GrantedNews(placement.worker_id, placement.worker_epoch, ask.id, pending))
         opened[ask.id] = OpenAttempt(
-            placement.worker_id, placement.policy, placement.predicted_ttft_s, max(1, ask.num_choices)
+            placement.worker_id, placement.policy, placement.prediction, max(1, ask.num_choices)
         )
         if len(opened) > MAX_OPEN_ATTEMPTS:
             del opened[next(iter(opened))]

@@ -209,6 +209,22 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a decision expected of its attempt, to be learned from at its end.
+
+    features: the parts of the time to the first token, see `policies.correction`. pace: the worker's factor then.
+    """
+
+    features: tuple[float, ...]
+    pace: float
+    ttft_s: float
+    tpot_s: float
+    uncorrected_ttft_s: float
+    uncorrected_tpot_s: float
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """The answer when there is a grant.
 
@@ -229,6 +245,7 @@ class Placement:
     pulled_bytes: tuple[tuple[str, float], ...]
     policy: str
     explanation: Explanation
+    prediction: Prediction
     prefill_pairs: float = 0.0
     work_s: float = 0.0
     prefill_s: float = 0.0

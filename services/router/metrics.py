@@ -8,8 +8,9 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from services.common.fair_queue import RequestClass
-from services.router.domain import Placement, Refused
+from services.router.domain import Placement, Prediction, Refused
 
+_RATIO_BOUNDARIES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 _CLASSES = {int(one): one.name.lower() for one in RequestClass}
 
 
@@ -35,6 +36,16 @@ class RouterMetrics:
             unit="s",
             description="Predicted against measured time to first token: the difference, by its side.",
         )
+        self._ttft_ratio = meter.create_histogram(
+            "kvmesh_router_ttft_error_ratio",
+            description="Difference of predicted and measured time to first token, over the measured one.",
+            explicit_bucket_boundaries_advisory=_RATIO_BOUNDARIES,
+        )
+        self._tpot_ratio = meter.create_histogram(
+            "kvmesh_router_tpot_error_ratio",
+            description="Difference of predicted and measured time of a further token, over the measured one.",
+            explicit_bucket_boundaries_advisory=_RATIO_BOUNDARIES,
+        )
         self._forgotten = meter.create_counter(
             "kvmesh_router_attempts_forgotten", description="Attempts dropped because a gateway never closed them."
         )
@@ -50,12 +61,15 @@ class RouterMetrics:
                 self._pulled.add(run.num_blocks, {"kind": run.kind})
         self._seconds.record(seconds)
 
-    def closed(self, policy: str, outcome: str, predicted_ttft_s: float, ttft_s: float) -> None:
-        """A gateway has closed an attempt; ttft_s is 0 when no token came."""
+    def closed(self, policy: str, outcome: str, prediction: Prediction, ttft_s: float, tpot_s: float) -> None:
+        """A gateway has closed an attempt; ttft_s and tpot_s are 0 when there was no such time."""
         self._closed.add(1, {"policy": policy, "outcome": outcome})
         if ttft_s > 0:
-            side = "late" if ttft_s > predicted_ttft_s else "early"
-            self._error.record(abs(ttft_s - predicted_ttft_s), {"policy": policy, "side": side})
+            side = "late" if ttft_s > prediction.ttft_s else "early"
+            self._error.record(abs(ttft_s - prediction.ttft_s), {"policy": policy, "side": side})
+            self._ttft_ratio.record(abs(ttft_s - prediction.ttft_s) / ttft_s, {"policy": policy})
+        if tpot_s > 0:
+            self._tpot_ratio.record(abs(tpot_s - prediction.tpot_s) / tpot_s, {"policy": policy})
 
     def forgotten(self) -> None:
         """An attempt was dropped unclosed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -9,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from services.router.admission import RETRY_S, AdmissionConfig, Forecast, admissible
+from services.router.calibration import Calibration
 from services.router.capability import candidates as able_candidates
-from services.router.domain import Ask, Explanation, Placement, PullRun, RefusalReason, Refused
+from services.router.domain import Ask, Explanation, Placement, Prediction, PullRun, RefusalReason, Refused, WorkerId
 from services.router.holders import Holders, Source, pull_run
 from services.router.lateness import Lateness
 from services.router.policies import POLICIES
@@ -48,6 +50,8 @@ class Placer:
         # Share of their prompts that grants leave to be computed.
         self.computed_share = RunningMean(1.0)
         self.lateness = Lateness()
+        # By number of the model.
+        self._calibrations: defaultdict[int, Calibration] = defaultdict(Calibration)
 
     def place(
         self, ask: Ask, now_s: float, *, index_usable: bool = True, waiting_tokens: float = 0.0
@@ -73,8 +77,8 @@ class Placer:
         sources = self._holders.sources(holding, candidates, peers, local_blocks=local_blocks, turn=self._sequence)
         pressure = self._table.pressure(candidates, now_s, reuse=self.reuse.value)
         # `take` copies records a hundred times as fast as indexing does.
-        rows = self._table.rows.take(candidates)
-        view = PolicyView(rows, local_blocks, self._holders.arrays(sources, candidates), pressure)
+        rows, correction = self._table.rows.take(candidates), self._calibrations[model].correction
+        view = PolicyView(rows, local_blocks, self._holders.arrays(sources, candidates), pressure, correction)
         costs = estimate(request, view)
         backlog_s = waiting_tokens * self.computed_share.value / view.rows["prefill_tokens_per_s"].sum()
         forecast = Forecast(self.lateness.factor, float(backlog_s))
@@ -86,6 +90,15 @@ class Placer:
         runs = _runs(costs.pull, sources, chosen, int(local_blocks[chosen]))
         self.computed_share.update(int(costs.prefill_tokens[chosen]) / ask.prompt_tokens)
         return self._placement(candidates, view, costs, scores, chosen, runs, policy)
+
+    def learn(self, worker_id: WorkerId, prediction: Prediction, now_s: float, *, ttft_s: float, tpot_s: float) -> None:
+        """An attempt has ended; 0 for a time that it did not have."""
+        worker = self._table.workers.get(worker_id)
+        if worker is not None and (ttft_s > 0 or tpot_s > 0):
+            model = int(self._table.rows["model"][worker.row])
+            log_ratio = self._calibrations[model].observe(prediction, ttft_s=ttft_s, tpot_s=tpot_s)
+            self._table.paced(worker_id, log_ratio, now_s)
+        self.lateness.update(prediction.ttft_s, ttft_s)
 
     def knows(self, model: str) -> bool:
         """Whether a worker of this public name has ever been seen and is not forgotten."""
@@ -151,10 +164,23 @@ class Placer:
             pulled_bytes=tuple((run.holder, float(run.num_blocks * identity.block_bytes)) for run in runs),
             policy=policy,
             explanation=Explanation(candidates, scores, costs.terms(), chosen),
+            prediction=_prediction(view, costs, chosen),
             prefill_pairs=float(costs.prefill_pairs[chosen]),
             work_s=float(costs.work_s[chosen]),
             prefill_s=float(costs.prefill_s[chosen]),
         )
+
+
+def _prediction(view: PolicyView, costs: Costs, chosen: int) -> Prediction:
+    return Prediction(
+        features=tuple(costs.features[chosen].tolist()),
+        pace=float(view.rows["pace"][chosen]),
+        ttft_s=float(costs.predicted_ttft_s[chosen]),
+        tpot_s=float(costs.predicted_tpot_s[chosen]),
+        uncorrected_ttft_s=float(costs.predicted_ttft_s[chosen] - costs.correction_s[chosen]),
+        queue_s=float(costs.queue_s[chosen]),
+        uncorrected_tpot_s=float(costs.uncorrected_tpot_s[chosen]),
+    )
 
 
 def _lowest(scores: FloatArray, view: PolicyView, request: PolicyRequest) -> int:

@@ -109,6 +109,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             time.monotonic(),
             outcome=outcome,
             ttft_s=message.ttft_s,
+            tpot_s=message.tpot_s,
             output_tokens=message.output_tokens,
         )
         ended = Ended(outcome, message.ttft_s, message.tpot_s, message.output_tokens)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from services.common.registry import LocationRecord
 from services.common.step_costs import StepCosts, assumed_costs
+from services.router.calibration import Pace
 from services.router.domain import AttemptId, Identity, Load, Placement, WorkerId
 from services.router.link_table import LinkTable
 from services.router.own_pauses import OwnPauses
@@ -78,6 +79,7 @@ class Worker:
     progress: int = -1
     pending: dict[str, PendingAttempt] = field(default_factory=dict)
     slope: StepSlope = field(default_factory=StepSlope)
+    pace: Pace = field(default_factory=Pace)
     # Attempts that reports have lately shown to be admitted or ended.
     shown: RecentNames = field(default_factory=RecentNames)
     promises: Promises = field(default_factory=Promises)
@@ -136,6 +138,7 @@ class WorkerTable:
         row["host"] = host_number(record.host)
         row["serves_pulls"] = bool(record.pull_address or record.transfer_grpc_address)
         row["slot"] = -1
+        row["pace"] = 1.0
         row["model"] = -1
         row["drained"] = self._drains.get(record.id) == record.epoch
         row["name_hash"] = int.from_bytes(blake2b(record.id.encode(), digest_size=8).digest(), "little")
@@ -243,6 +246,12 @@ class WorkerTable:
         self._rows[worker.row]["promised_tpot_s"] = worker.promises.tightest_s()
         if self._end_pending(worker, str(attempt)):
             self._count_pending(worker, now_s)
+
+    def paced(self, worker_id: WorkerId, log_ratio: float, now_s: float) -> None:
+        """A request on this worker took exp(log_ratio) times what was expected."""
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            self._rows[worker.row]["pace"] = worker.pace.observe(log_ratio, now_s)
 
     def suspect(self, now_s: float) -> npt.NDArray[np.bool_]:
         """Of each row, whether its worker gets no new work for want of life signs."""

@@ -1,6 +1,6 @@
 """What a request would cost on each candidate, in seconds: the terms of the predicted time to first token.
 
-    predicted TTFT = queue + pull + prefill + interference
+    predicted TTFT = queue + pull + prefill + interference + correction
 
 Blocks are moved where moving is predicted to be faster than computing (`pulls`). All rates are the workers' own,
 learned online.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.router.policies.correction import features
 from services.router.policies.engine_time import interference_s, pairs_of, work_ahead
 from services.router.policies.harm import MAX_SHARE, decode_harm_s, delay_harm_s, eviction_harm_s
 from services.router.policies.pulls import PullPlans, best_plans
@@ -27,10 +28,14 @@ class Costs:
     pull_s: FloatArray
     prefill_s: FloatArray
     interference_s: FloatArray
+    # What earlier predictions have been wrong by, and the parts that this was learned of, [candidate, weight].
+    correction_s: FloatArray
+    features: FloatArray
     # Time that this request takes from others, by kind.
     harm: Mapping[str, FloatArray]
     # Mean time of each token after the first.
     predicted_tpot_s: FloatArray
+    uncorrected_tpot_s: FloatArray
     prefill_tokens: IntArray
     # Of each of these the tokens before it, summed.
     prefill_pairs: FloatArray
@@ -41,7 +46,7 @@ class Costs:
     @property
     def predicted_ttft_s(self) -> FloatArray:
         """Seconds from the decision to the first token."""
-        return self.queue_s + self.pull_s + self.prefill_s + self.interference_s
+        return self.queue_s + self.pull_s + self.prefill_s + self.interference_s + self.correction_s
 
     @property
     def harm_s(self) -> FloatArray:
@@ -55,6 +60,7 @@ class Costs:
             "pull_s": self.pull_s,
             "prefill_s": self.prefill_s,
             "interference_s": self.interference_s,
+            "correction_s": self.correction_s,
             "harm_s": self.harm_s,
             **self.harm,
             "predicted_tpot_s": self.predicted_tpot_s,
@@ -79,14 +85,22 @@ def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
         "delay_harm_s": delay_harm_s(pull.prefill_s, queue_s, view),
         "eviction_harm_s": eviction_harm_s(request, view),
     }
+    # What is before the request is computed while it pulls.
+    pull_s = np.maximum(0.0, pull.seconds - ahead.seconds)
+    beside_s = interference_s(request, ahead, rows, tokens)
+    parts = features(queue_s, pull.prefill_s, pull_s + beside_s, tokens)
+    corrected_s = rows["pace"] * (parts @ view.correction.weights)
+    tpot_s = _tpot_s(request, view)
     return Costs(
         queue_s=queue_s,
-        # What is before the request is computed while it pulls.
-        pull_s=np.maximum(0.0, pull.seconds - ahead.seconds),
+        pull_s=pull_s,
         prefill_s=pull.prefill_s,
-        interference_s=interference_s(request, ahead, rows, tokens),
+        interference_s=beside_s,
+        correction_s=corrected_s - (queue_s + pull_s + pull.prefill_s + beside_s),
+        features=parts,
         harm=harm,
-        predicted_tpot_s=_tpot_s(request, view),
+        predicted_tpot_s=tpot_s * rows["pace"] * view.correction.tpot,
+        uncorrected_tpot_s=tpot_s,
         prefill_tokens=tokens,
         prefill_pairs=pairs_of(start, tokens),
         work_s=work_s,

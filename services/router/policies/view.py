@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from services.router.policies.correction import Correction
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -64,6 +66,8 @@ WORKER_ROW = np.dtype(
         ("decode_slope_s", np.float64),
         # Tightest TPOT objective of the requests that it has; inf: none.
         ("promised_tpot_s", np.float64),
+        # By which the worker is slower than its figures say.
+        ("pace", np.float64),
         # As measured when the worker started.
         ("benchmark_prefill_tokens_per_s", np.float64),
         ("benchmark_decode_step_s", np.float64),
@@ -163,6 +167,7 @@ class PolicyView:
     local_blocks: IntArray
     sources: Sources
     pressure: Pressure
+    correction: Correction = field(default_factory=Correction)
 
 
 def rendezvous(name_hashes: npt.NDArray[np.uint64], key: int) -> FloatArray:

@@ -88,10 +88,19 @@ class MeshView:
         return self._members[number].worker_id
 
     def done(
-        self, attempt: AttemptId, now_s: float, *, outcome: str, ttft_s: float = 0.0, output_tokens: int = 0
+        self,
+        attempt: AttemptId,
+        now_s: float,
+        *,
+        outcome: str,
+        ttft_s: float = 0.0,
+        tpot_s: float = 0.0,
+        output_tokens: int = 0,
     ) -> None:
         """The gateway closes an attempt."""
-        self.decisions.done(attempt, self.opened, now_s, outcome=outcome, ttft_s=ttft_s, output_tokens=output_tokens)
+        self.decisions.done(
+            attempt, self.opened, now_s, outcome=outcome, ttft_s=ttft_s, tpot_s=tpot_s, output_tokens=output_tokens
+        )
 
     def report(
         self,

@@ -61,6 +61,7 @@ class Outcome:
     worker: int = -1
     cached_tokens: int = 0
     predicted_ttft_s: float = 0.0
+    granted_s: float = 0.0
     first_token_s: float = -1.0
     ended_s: float = -1.0
     output_tokens: int = 0
@@ -174,6 +175,7 @@ class Simulation:
                 return False
             self._refuse(outcome)
             return True
+        outcome.granted_s = self.now_s
         if not outcome.predicted_ttft_s:
             outcome.predicted_ttft_s = self.now_s - outcome.arrived_s + answer.predicted_ttft_s
         self._send(outcome, ask.id, answer)
@@ -268,7 +270,12 @@ class Simulation:
         outcome.ended_s = self.now_s + self._scenario.delays.hop_s
         outcome.output_tokens = outcome.request.output_tokens
         self._view.done(
-            attempt, self.now_s, outcome="ok", ttft_s=outcome.ttft_s, output_tokens=outcome.request.output_tokens
+            attempt,
+            self.now_s,
+            outcome="ok",
+            ttft_s=max(0.0, outcome.first_token_s - outcome.granted_s),
+            tpot_s=outcome.tpot_s,
+            output_tokens=outcome.request.output_tokens,
         )
         self._follow(outcome)
         self._serve_line()

@@ -35,6 +35,7 @@ def rows_of(count: int, *, tokens_per_s: float = 2000.0) -> WorkerRows:
     rows["fixed_s"], rows["decoding_s"], rows["decode_sequence_s"] = 0.005, 0.01, 0.0005
     rows["decode_step_s"], rows["decode_slope_s"] = 0.0155, 0.0005
     rows["context_length"] = 8192
+    rows["pace"] = 1.0
     rows["name_hash"] = np.random.default_rng(3).integers(0, 2**63, count).astype(np.uint64)
     return rows
 
