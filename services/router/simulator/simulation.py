@@ -44,6 +44,8 @@ class Scenario:
     ttft_objective_s: float = 2.0
     tpot_objective_s: float = 0.1
     patience_s: float = 10.0
+    # Whether requests tell the router of the objectives, or are only judged by them.
+    asks_objectives: bool = True
     lost_workers: int = 0
     seed: int = 0
     delays: Delays = field(default_factory=Delays)
@@ -183,7 +185,10 @@ class Simulation:
 
     def _ask(self, outcome: Outcome) -> Ask:
         request, scenario = outcome.request, self._scenario
-        left_s = scenario.ttft_objective_s - (self.now_s - outcome.arrived_s)
+        ttft_s, tpot_s = 0.0, 0.0
+        if scenario.asks_objectives:
+            left_s = scenario.ttft_objective_s - (self.now_s - outcome.arrived_s)
+            ttft_s, tpot_s = 0.0 if outcome.output_tokens else max(1e-3, left_s), scenario.tpot_objective_s
         return Ask(
             id=AttemptId(f"r{outcome.index}", outcome.attempts),
             model=MODEL,
@@ -191,8 +196,8 @@ class Simulation:
             block_ids=list(request.block_ids),
             prompt_tokens=request.prompt_tokens + outcome.output_tokens,
             max_output_tokens=_MAX_OUTPUT_TOKENS,
-            ttft_objective_s=0.0 if outcome.output_tokens else max(1e-3, left_s),
-            tpot_objective_s=scenario.tpot_objective_s,
+            ttft_objective_s=ttft_s,
+            tpot_objective_s=tpot_s,
         )
 
     def _send(self, outcome: Outcome, attempt: AttemptId, placement: Placement) -> None:
