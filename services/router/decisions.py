@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -20,6 +21,7 @@ from services.router.news.intake import take_in
 from services.router.news.messages import ClosedNews, GrantedNews, News, QueuesNews
 from services.router.news.outbox import NewsOutbox
 from services.router.placement import PlacementConfig, Placer
+from services.router.policies import POLICIES, Policy
 from services.router.pools import Pools
 from services.router.scaling import ScalingConfig
 from services.router.workers import PendingAttempt, WorkerTable
@@ -55,13 +57,14 @@ class Decisions:
         *,
         pending_timeout_s: float,
         explained_requests: int = 0,
+        policies: Mapping[str, Policy] = POLICIES,
     ) -> None:
         """explained_requests: of so many the latest decisions are kept for whoever asks why."""
         self.table = WorkerTable(pending_timeout_s=pending_timeout_s)
         self.replica = Replica()
         self.kvstores: dict[str, LocationRecord] = {}
         self.holders = Holders(self.replica, self.table, self.kvstores)
-        self._placer = Placer(config, self.table, self.holders)
+        self._placer = Placer(config, self.table, self.holders, policies)
         self.explanations = Explanations(explained_requests)
         self.gateway_queues = GatewayQueues()
         self.pools = Pools(ScalingConfig(), self.table, self.gateway_queues, self._placer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -15,7 +16,7 @@ from services.router.capability import candidates as able_candidates
 from services.router.domain import Ask, Explanation, Placement, Prediction, PullRun, RefusalReason, Refused, WorkerId
 from services.router.holders import Holders, Source, pull_run
 from services.router.lateness import Lateness
-from services.router.policies import POLICIES
+from services.router.policies import POLICIES, Policy
 from services.router.policies.costs import Costs, estimate
 from services.router.policies.pulls import NO_SOURCE, PullPlans
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView, rendezvous
@@ -39,8 +40,16 @@ class PlacementConfig:
 class Placer:
     """Answers asks from the view; the caller counts the grants."""
 
-    def __init__(self, config: PlacementConfig, table: WorkerTable, holders: Holders) -> None:
+    def __init__(
+        self,
+        config: PlacementConfig,
+        table: WorkerTable,
+        holders: Holders,
+        policies: Mapping[str, Policy] = POLICIES,
+    ) -> None:
+        """policies: those that can be asked for, by name."""
         self._config = config
+        self._policies = policies
         self._table = table
         self._holders = holders
         self._sequence = 0
@@ -85,7 +94,7 @@ class Placer:
         admitted = admissible(ask, view.rows, costs, self._config.admission, forecast)
         if isinstance(admitted, Refused):
             return admitted
-        scores = np.where(admitted, POLICIES[policy](request, view, costs), np.inf)
+        scores = np.where(admitted, self._policies[policy](request, view, costs), np.inf)
         chosen = _lowest(scores, view, request)
         runs = _runs(costs.pull, sources, chosen, int(local_blocks[chosen]))
         self.computed_share.update(int(costs.prefill_tokens[chosen]) / ask.prompt_tokens)

@@ -15,6 +15,7 @@ import structlog
 from services.common.time_model import TimeModel
 from services.router.config import RouterSettings
 from services.router.policies import POLICIES
+from services.router.simulator import oracle
 from services.router.simulator.job import WorkerProfile
 from services.router.simulator.planner import NotEnoughError, find_workers
 from services.router.simulator.simulation import Scenario, simulate
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", type=_positive(float), default=1.0, help="how many times as dense arrivals are")
     add("--copies", type=_positive(int), default=1, help="times that a trace of sessions is overlaid on itself")
     add("--workers", type=_positive(int), default=16)
-    add("--policy", choices=(*POLICIES,), default=_DEFAULTS["policy"])
+    add("--policy", choices=(*POLICIES, oracle.NAME), default=_DEFAULTS["policy"])
     add("--max-queue-s", type=_positive(float), default=_DEFAULTS["max_queue_s"], help="the router's setting")
     add("--patience-s", type=_positive(float), default=10.0, help="longest wait in the gateway's line")
     add("--ttft-objective-s", type=_positive(float), default=2.0)
@@ -60,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--cached-tokens", type=_positive(int), default=400_000, help="KV pool of one worker")
     add("--step-token-budget", type=_positive(int), default=1024)
     add("--max-running", type=_positive(int), default=256)
+    add(
+        "--tell-objectives",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether requests tell the router of the objectives, or are only judged by them",
+    )
     add("--survive", type=int, default=0, metavar="K", help="lose K workers when half of the requests have arrived")
     add("--find-workers", type=_positive(float), metavar="SHARE", help="least workers for this share of goodput")
     add("--seed", type=int, default=0)
@@ -110,6 +117,7 @@ def _scenario(options: argparse.Namespace, block_tokens: int) -> Scenario:
         ttft_objective_s=options.ttft_objective_s,
         tpot_objective_s=options.tpot_objective_s,
         patience_s=options.patience_s,
+        tells_objectives=options.tell_objectives,
         lost_workers=options.survive,
         seed=options.seed,
     )

@@ -35,7 +35,7 @@ class BlockCache:
         """Blocks that nobody holds."""
         return len(self._idle)
 
-    def __contains__(self, block_id: BlockId) -> bool:
+    def __contains__(self, block_id: object) -> bool:
         return block_id in self._holders or block_id in self._idle
 
     def ids(self) -> set[BlockId]:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from services.common.blocks import BlockId
 from services.common.time_model import TimeModel
 
+# However many decode, a step computes at least this many prompt tokens, as in the real scheduler.
+MIN_PREFILL_TOKENS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +23,15 @@ from services.router.domain import Ask, AttemptId, Identity, Load, Placement, Re
 from services.router.metrics import RouterMetrics
 from services.router.own_pauses import TICK_S
 from services.router.placement import PlacementConfig
+from services.router.policies import POLICIES, Policy
 from services.router.simulator.job import WorkerProfile, WorkerState
 from services.router.simulator.worker import SimWorker
 
 MODEL = "simulated"
 MODEL_DIGEST = b"simulated model."
 REPORT_EVERY_S = 0.1
+# The router's default.
+_PENDING_TIMEOUT_S = 5.0
 # Keys and values of an 8-billion-parameter model with grouped queries (32 layers, 8 heads of 128, two bytes).
 KV_BYTES_PER_TOKEN = 131_072
 _CONTEXT_TOKENS = 1 << 20
@@ -59,8 +62,17 @@ class _Member:
 class MeshView:
     """Decisions of one router over the workers, numbered from 0."""
 
-    def __init__(self, config: PlacementConfig, profile: WorkerProfile, num_workers: int, delays: Delays) -> None:
-        self.decisions = Decisions(config, RedisHealth(), RouterMetrics(), pending_timeout_s=5.0)
+    def __init__(
+        self,
+        config: PlacementConfig,
+        profile: WorkerProfile,
+        num_workers: int,
+        delays: Delays,
+        policies: Mapping[str, Policy] = POLICIES,
+    ) -> None:
+        self.decisions = Decisions(
+            config, RedisHealth(), RouterMetrics(), pending_timeout_s=_PENDING_TIMEOUT_S, policies=policies
+        )
         self.opened: OpenAttempts = {}
         self._profile = profile
         self._delays = delays
@@ -83,9 +95,10 @@ class MeshView:
         """The worker chosen."""
         return self._numbers[placement.worker_id]
 
-    def name_of(self, number: int) -> WorkerId:
-        """A worker's id."""
-        return self._members[number].worker_id
+    def numbers(self) -> dict[int, int]:
+        """Of each name's hash, as policies see it, the worker's number."""
+        names = self.decisions.table.rows["name_hash"][self._rows].tolist()
+        return {name: number for number, name in enumerate(names)}
 
     def done(
         self,

@@ -12,14 +12,18 @@ import heapq
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
+from services.common.blocks import BlockId
 from services.router.admission import AdmissionConfig
 from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Refused
 from services.router.placement import PlacementConfig
+from services.router.policies import POLICIES
+from services.router.simulator import oracle
 from services.router.simulator.job import Job, WorkerProfile
 from services.router.simulator.mesh_view import MODEL, MODEL_DIGEST, REPORT_EVERY_S, Delays, MeshView
+from services.router.simulator.oracle import Oracle
 from services.router.simulator.trace import Trace, TraceRequest
 from services.router.simulator.worker import SimWorker
 from services.router.workers import SUSPECT_S
@@ -45,7 +49,7 @@ class Scenario:
     tpot_objective_s: float = 0.1
     patience_s: float = 10.0
     # Whether requests tell the router of the objectives, or are only judged by them.
-    asks_objectives: bool = True
+    tells_objectives: bool = True
     lost_workers: int = 0
     seed: int = 0
     delays: Delays = field(default_factory=Delays)
@@ -87,8 +91,15 @@ class Simulation:
         self._scenario = scenario
         self._random = Random(scenario.seed)
         config = PlacementConfig(scenario.policy, AdmissionConfig(scenario.max_queue_s))
-        self._view = MeshView(config, scenario.profile, scenario.num_workers, scenario.delays)
         self.workers = [SimWorker(scenario.profile) for _ in range(scenario.num_workers)]
+        self._oracle = Oracle(self.workers) if scenario.policy == oracle.NAME else None
+        policies, delays = POLICIES, scenario.delays
+        if self._oracle is not None:
+            policies = {**POLICIES, oracle.NAME: self._oracle.score}
+            delays = replace(delays, report_s=0.0, index_s=0.0)
+        self._view = MeshView(config, scenario.profile, scenario.num_workers, delays, policies)
+        if self._oracle is not None:
+            self._oracle.numbers = self._view.numbers()
         self._alive = [True] * scenario.num_workers
         self._phases = [self._random.random() * REPORT_EVERY_S for _ in self.workers]
         self._reporting = [False] * scenario.num_workers
@@ -171,6 +182,8 @@ class Simulation:
         """Ask the router; False when the request has to wait."""
         outcome.attempts += 1
         ask = self._ask(outcome)
+        if self._oracle is not None:
+            self._tell_oracle(self._oracle, outcome.request.block_ids)
         answer = self._view.ask(ask, self.now_s)
         if isinstance(answer, Refused):
             if answer.reason is RefusalReason.OVERLOADED or outcome.output_tokens:
@@ -183,10 +196,15 @@ class Simulation:
         self._send(outcome, ask.id, answer)
         return True
 
+    def _tell_oracle(self, asked: Oracle, ids: tuple[BlockId, ...]) -> None:
+        asked.look(ids, self.now_s)
+        for number, worker in enumerate(self.workers):
+            self._view.report(number, worker, self.now_s)
+
     def _ask(self, outcome: Outcome) -> Ask:
         request, scenario = outcome.request, self._scenario
         ttft_s, tpot_s = 0.0, 0.0
-        if scenario.asks_objectives:
+        if scenario.tells_objectives:
             left_s = scenario.ttft_objective_s - (self.now_s - outcome.arrived_s)
             ttft_s, tpot_s = 0.0 if outcome.output_tokens else max(1e-3, left_s), scenario.tpot_objective_s
         return Ask(
@@ -209,11 +227,15 @@ class Simulation:
             output_tokens=request.output_tokens - outcome.output_tokens,
             block_ids=request.block_ids,
         )
+        if self._oracle is not None:
+            self._oracle.in_flight[number].append(job)
         self._at(self.now_s + self._scenario.delays.hop_s, lambda: self._submit(number, job, placement.local_blocks))
 
     def _submit(self, number: int, job: Job, local_blocks: int) -> None:
         outcome, attempt = _key(job)
         worker = self.workers[number]
+        if self._oracle is not None:
+            self._oracle.in_flight[number].remove(job)
         outcome.worker = number
         if not self._alive[number]:
             self._at(self.now_s + SUSPECT_S, lambda: self._rescue(job))

@@ -14,14 +14,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
 
 from services.common.blocks import BlockId
 from services.router.simulator.block_cache import BlockCache
-from services.router.simulator.job import Advanced, Job, WorkerProfile, WorkerState
+from services.router.simulator.forecast import Lookahead, Prompt
+from services.router.simulator.job import MIN_PREFILL_TOKENS, Advanced, Job, WorkerProfile, WorkerState
 from services.router.simulator.learned_rates import LearnedRates
-
-# However many decode, a step computes at least this many prompt tokens, as in the real scheduler.
-MIN_PREFILL_TOKENS = 32
 
 
 class SimWorker:
@@ -99,8 +98,9 @@ class SimWorker:
         self._decoded_steps += steps
         self._grow(decoding * steps)
         while self._finishing and self._finishing[0][0] <= self._decoded_steps:
-            job = heapq.heappop(self._finishing)[2]
-            if job in self._decoding:
+            finish_at, _, job = heapq.heappop(self._finishing)
+            # What was preempted has an entry of before, too.
+            if job in self._decoding and job.finish_at == finish_at:
                 self._stop_decoding(job)
                 result.finished.append(job)
         for job, tokens in self._chunks:
@@ -126,6 +126,40 @@ class SimWorker:
             decoding=len(self._decoding),
             free_blocks=self.cache.available - grown,
         )
+
+    def first_token_s(self, jobs: Sequence[Job], now_s: float) -> float:
+        """When the last of `jobs` would have its first token if they came now, and nothing after. Changes nothing."""
+        ahead = self._ahead(now_s)
+        ahead.waiting.extend(_prompt(job, job.known_tokens) for job in jobs)
+        ahead.waiting[-1].is_wanted = True
+        return ahead.first_token_s()
+
+    def _ahead(self, now_s: float) -> Lookahead:
+        """What is here, as of the end of the step that runs now."""
+        done = 0
+        if self.end_s < math.inf:
+            done = max(1, min(self._steps, math.ceil((now_s - self._start_s) / self._step_s - 1e-9)))
+        computed = {job: tokens * done for job, tokens in self._chunks}
+        border = self._decoded_steps + done
+        begins_s = self._start_s + done * self._step_s if done else now_s
+        ahead = Lookahead(self.profile, self.cache, begins_s, self.cache.available)
+        for job in self._decoding:
+            if job.finish_at > border:
+                ahead.finishing.append((job.finish_at - border, job.private + job.shared))
+            else:
+                ahead.free_blocks += job.private + job.shared
+        for job in self._prefilling:
+            prompt = _prompt(job, job.missing - computed.get(job, 0))
+            prompt.registered, prompt.blocks = job.shared, job.private + job.shared
+            ahead.register(prompt)
+            if prompt.missing:
+                ahead.prefilling.append(prompt)
+            elif prompt.output_steps:
+                ahead.finishing.append((prompt.output_steps, prompt.blocks))
+            else:
+                ahead.free_blocks += prompt.blocks
+        ahead.waiting.extend(_prompt(job, job.known_tokens) for job in self._waiting)
+        return ahead
 
     def lose(self, now_s: float) -> list[Job]:
         """The worker has died: its jobs, in order of arrival, with what each had drawn by now. It stays empty."""
@@ -306,3 +340,7 @@ class SimWorker:
             del self._prefilling[job]
         self._free(job)
         self._wait(job, first=True)
+
+
+def _prompt(job: Job, missing: int) -> Prompt:
+    return Prompt(job.known_tokens, missing, job.output_tokens - job.generated - 1, job.block_ids)

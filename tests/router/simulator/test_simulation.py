@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from services.router.policies import POLICIES
+from services.router.simulator.oracle import NAME
 from services.router.simulator.planner import MOST_WORKERS, NotEnoughError, find_workers
 from services.router.simulator.simulation import simulate
 from services.router.simulator.summary import Summary, summarise
@@ -20,7 +21,7 @@ def run(seed: int = 1, *, rate: float = 40.0, count: int = 300, **fields: object
     return summarise(config, requests, *simulate(config, requests))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, NAME])
 def test_every_request_ends_once(policy: str) -> None:
     requests = random_trace(2, 300, rate=80.0)
     outcomes, workers = simulate(scenario(policy=policy), requests)
