@@ -1,6 +1,7 @@
 """How a request begins to run: prepare it, charge its tenant, start its streams, and wait until a worker has taken it.
 
-When no worker would meet its objectives and its tenant has a fallback model, the request begins again with that one.
+When the version of the model that it was to have lost its workers in the meantime, it begins again with another. When
+no worker would meet its objectives and its tenant has a fallback model, the request begins again with that one.
 Whatever has begun ends with the session.
 """
 
@@ -31,6 +32,7 @@ from services.gateway.request import GenerationRequest, Plan, PromptPlan, Sampli
 from services.gateway.session import Session
 from services.gateway.tenants import Tenants
 from services.gateway.text.pool import Job, ModelMissing, Prepared, TextPool
+from services.gateway.versions import without
 
 _tracer = trace.get_tracer("kvmesh.gateway")
 _log = structlog.get_logger("gateway.beginning")
@@ -69,7 +71,7 @@ class Beginner:
 
     async def _begin(self, session: Session, job: Job) -> Begun:
         try:
-            return await self._run(session, job)
+            return await self._run_some_version(session, job)
         except ObjectiveUnmet:
             fallback = self.tenants.of(session.tenant.name).fallback_model
             if fallback in ("", session.model) or fallback not in self.catalog.views:
@@ -77,7 +79,24 @@ class Beginner:
             _log.info("fallback", request_id=session.request_id, model=session.model, fallback=fallback)
             self.metrics.count_fallback(session.model, fallback)
             session.withdraw()
-            return await self._run(session, msgspec.structs.replace(job, model=fallback))
+            return await self._run_some_version(session, msgspec.structs.replace(job, model=fallback))
+
+    async def _run_some_version(self, session: Session, job: Job) -> Begun:
+        """With another version of the model where the chosen one has lost its workers since the router's report."""
+        while True:
+            try:
+                return await self._run(session, job)
+            except ModelUnavailable:
+                plan, others = session.plan, None
+                if session.generation is not None and plan is not None:
+                    others = without(job.views, plan.model, plan.model_digest)
+                if plan is None or others is None:
+                    raise
+                version = self.catalog.label(plan.model, plan.model_digest)
+                _log.warning("version_fallback", request_id=session.request_id, model=plan.model, version=version)
+                self.metrics.count_version_fallback(plan.model, version)
+                session.withdraw()
+                job = msgspec.structs.replace(job, views=others)
 
     async def _run(self, session: Session, job: Job) -> Begun:
         prepared = await self._prepare(session, job)
@@ -87,6 +106,7 @@ class Beginner:
         session.generation = use.generation = self._start(session, plan)
         events = await session.generation.read()
         use.is_taken = True
+        self.metrics.count_version(plan.model, self.catalog.label(plan.model, plan.model_digest))
         return Begun(plan, prepared.reply, session.generation, events)
 
     async def _prepare(self, session: Session, job: Job) -> Prepared:

@@ -1,21 +1,38 @@
 """The models of the mesh as this gateway sees them: what routers report joined with the tokenizers at hand.
 
-The last report is kept when no router answers. A model whose workers carry another tokenizer than ours is refused.
+A public name may have several versions, one for each digest that its workers have. The last report is kept when no
+router answers. A version whose workers carry another tokenizer than ours is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import structlog
-from kvmesh.v1.inference_pb2 import ModelInfo
-from kvmesh.v1.router_pb2 import ModelSnapshot, ServedModel
+from kvmesh.v1.inference_pb2 import ModelInfo, ModelVersionInfo
+from kvmesh.v1.router_pb2 import ModelSnapshot, ModelTraffic, ServedModel
 
 from services.gateway.errors import ModelNotFound, ModelUnavailable
 from services.gateway.planning import ModelView
 from services.gateway.text.text_model import TextModel
+from services.gateway.versions import VersionView, Views
 
+_LABEL_DIGITS = 12
 _log = structlog.get_logger("gateway.catalog")
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """A digest that workers have. weight: 0 for no traffic; without traffic weights its ready replicas."""
+
+    served: ServedModel
+    label: str
+    weight: float
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.weight > 0 and self.served.ready_replicas > 0
 
 
 class ModelCatalog:
@@ -23,18 +40,26 @@ class ModelCatalog:
 
     def __init__(self, texts: Iterable[TextModel]) -> None:
         self.texts = {text.name: text for text in texts}
-        self.views: dict[str, ModelView] = {}
-        self._served: dict[str, ServedModel] = {}
+        # Of each name the versions that requests may get.
+        self.views: Views = {}
+        # Versions with traffic that no worker is ready for, or whose tokenizer this gateway has not: others get it.
+        self.unserved: frozenset[tuple[str, str]] = frozenset()
+        self._served: dict[str, tuple[_Version, ...]] = {}
         self._mismatched: set[str] = set()
-        self._reported: set[str] = set()
+        self._reported: set[tuple[str, bytes]] = set()
 
     def update(self, snapshot: ModelSnapshot) -> None:
         """Take a router's report."""
-        known = {model.name: model for model in snapshot.models}
-        self._mismatched = {name for name, model in known.items() if self._has_other_tokenizer(model)}
-        self._served = {n: m for n, m in known.items() if n in self.texts and n not in self._mismatched}
-        self.views = {name: _view(model) for name, model in self._served.items()}
-        self._report(known)
+        traffic = {one.name: one for one in snapshot.traffic}
+        usable = [model for model in snapshot.models if self._is_usable(model)]
+        names = {model.name for model in usable}
+        self._mismatched = {m.name for m in snapshot.models if self._has_other_tokenizer(m)} - names
+        self._served = {
+            name: _versions([model for model in usable if model.name == name], traffic.get(name)) for name in names
+        }
+        self.views = {name: views for name, versions in self._served.items() if (views := _views(versions))}
+        self._report_versions(snapshot)
+        self._report_shortfalls(traffic.values())
 
     def text_model(self, name: str) -> TextModel:
         """The text side of a served model. Raises ModelNotFound or ModelUnavailable."""
@@ -43,49 +68,122 @@ class ModelCatalog:
 
     def check(self, name: str) -> None:
         """Raise ModelNotFound or ModelUnavailable unless requests for `name` can be prepared."""
+        if name in self.views:
+            return
         if name in self._mismatched:
             raise ModelUnavailable(
                 f"the workers of the model {name!r} have another tokenizer than this gateway", "model"
             )
-        if name not in self._served:
-            raise _missing(name, is_configured=name in self.texts, is_served=name in self._reported)
+        if name in self._served:
+            raise ModelUnavailable(f"no worker has a version of the model {name!r} that gets traffic", "model")
+        raise _missing(name, is_configured=name in self.texts, is_served=name in {n for n, _ in self._reported})
+
+    def label(self, name: str, digest: bytes) -> str:
+        """What a version is called in metrics and logs: its label, else the first digits of its digest."""
+        found = (one.label for one in self._served.get(name, ()) if one.served.digest == digest)
+        return next(found, "") or digest.hex()[:_LABEL_DIGITS]
 
     def info(self, name: str) -> ModelInfo:
         """Public description. Raises ModelNotFound or ModelUnavailable."""
         self.check(name)
-        model = self._served[name]
+        versions = self._served[name]
+        shares = _shares(versions)
+        main = max(zip(shares, versions, strict=True), key=lambda pair: pair[0])[1].served
         return ModelInfo(
             name=name,
-            digest=model.digest.hex(),
-            context_length=model.context_length,
-            dtype=model.dtype,
-            weight_format=model.weight_format,
-            ready_replicas=model.ready_replicas,
-            created_s=model.created_s,
+            digest=main.digest.hex(),
+            context_length=main.context_length,
+            dtype=main.dtype,
+            weight_format=main.weight_format,
+            ready_replicas=sum(one.served.ready_replicas for one in versions if one.weight > 0),
+            created_s=main.created_s,
+            versions=[_version_info(one, share) for one, share in zip(versions, shares, strict=True)],
         )
 
     def infos(self) -> list[ModelInfo]:
         """All served models, by name."""
-        return [self.info(name) for name in sorted(self._served)]
+        return [self.info(name) for name in sorted(self.views)]
 
     @property
     def is_ready(self) -> bool:
         """Whether a request for some model would be served."""
-        return any(model.ready_replicas for model in self._served.values())
+        return any(version.takes_requests for versions in self._served.values() for version in versions)
+
+    def _is_usable(self, model: ServedModel) -> bool:
+        return model.name in self.texts and not self._has_other_tokenizer(model)
 
     def _has_other_tokenizer(self, model: ServedModel) -> bool:
         text = self.texts.get(model.name)
         return text is not None and bool(model.tokenizer_digest) and model.tokenizer_digest != text.digest
 
-    def _report(self, known: dict[str, ServedModel]) -> None:
-        for name in known.keys() - self._reported:
-            if name in self._mismatched:
-                _log.error("tokenizer_mismatch", model=name)
-            elif name not in self.texts:
-                _log.error("no_tokenizer", model=name, detail="served by the mesh, not among this gateway's models")
+    def _report_versions(self, snapshot: ModelSnapshot) -> None:
+        known = {(model.name, model.digest): model for model in snapshot.models}
+        for key in known.keys() - self._reported:
+            model = known[key]
+            if self._has_other_tokenizer(model):
+                _log.error("tokenizer_mismatch", model=model.name, digest=model.digest.hex())
+            elif model.name not in self.texts:
+                detail = "served by the mesh, not among this gateway's models"
+                _log.error("no_tokenizer", model=model.name, detail=detail)
             else:
-                _log.info("model_seen", model=name, context_length=known[name].context_length)
+                digest, length = model.digest.hex(), model.context_length
+                _log.info("model_seen", model=model.name, digest=digest, context_length=length)
         self._reported = set(known)
+
+    def _report_shortfalls(self, traffic: Iterable[ModelTraffic]) -> None:
+        able = {
+            (n, one.served.digest) for n, versions in self._served.items() for one in versions if one.takes_requests
+        }
+        unserved = frozenset(
+            (one.name, version.version)
+            for one in traffic
+            for version in one.versions
+            if version.weight and one.name in self.texts and (one.name, version.digest) not in able
+        )
+        for name, version in unserved - self.unserved:
+            _log.warning("version_unserved", model=name, version=version, detail="its requests go to other versions")
+        for name, version in self.unserved - unserved:
+            _log.info("version_served_again", model=name, version=version)
+        self.unserved = unserved
+
+
+def _versions(models: list[ServedModel], traffic: ModelTraffic | None) -> tuple[_Version, ...]:
+    shares = {one.digest: one for one in traffic.versions} if traffic is not None else {}
+    if traffic is not None and traffic.weighted:
+        weights = [float(shares[model.digest].weight) if model.digest in shares else 0.0 for model in models]
+    elif any(model.ready_replicas for model in models):
+        weights = [float(model.ready_replicas) for model in models]
+    else:
+        weights = [1.0] * len(models)
+    labels = [shares[model.digest].version if model.digest in shares else "" for model in models]
+    return tuple(_Version(*parts) for parts in zip(models, labels, weights, strict=True))
+
+
+def _views(versions: tuple[_Version, ...]) -> tuple[VersionView, ...]:
+    """Those that take requests; where none does, those that would once they have a ready worker."""
+    able = [one for one in versions if one.takes_requests] or [one for one in versions if one.weight > 0]
+    if able:
+        return tuple(VersionView(_view(one.served), one.weight) for one in able)
+    return ()
+
+
+def _shares(versions: tuple[_Version, ...]) -> list[float]:
+    """Of each version its part of the requests."""
+    weights = [one.weight if one.takes_requests else 0.0 for one in versions]
+    total = sum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
+
+
+def _version_info(version: _Version, share: float) -> ModelVersionInfo:
+    served = version.served
+    return ModelVersionInfo(
+        version=version.label,
+        digest=served.digest.hex(),
+        share=share,
+        ready_replicas=served.ready_replicas,
+        weight_format=served.weight_format,
+        dtype=served.dtype,
+    )
 
 
 def _view(model: ServedModel) -> ModelView:

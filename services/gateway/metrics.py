@@ -35,6 +35,13 @@ class GatewayMetrics:
             "kvmesh_gateway_fallbacks",
             description="Requests that a tenant's fallback model was tried for, by both models.",
         )
+        self._versions = meter.create_counter(
+            "kvmesh_gateway_version_requests", description="Requests that a worker has taken, by model and version."
+        )
+        self._version_fallbacks = meter.create_counter(
+            "kvmesh_gateway_version_fallbacks",
+            description="Requests given to another version since the chosen one had lost its workers.",
+        )
         self._prepare = meter.create_histogram(
             "kvmesh_gateway_prepare_seconds", unit="s", description="Parsing, templating and tokenising."
         )
@@ -58,6 +65,10 @@ class GatewayMetrics:
         """A counter that somebody else keeps."""
         self._meter.create_observable_counter(name, [_observer(read)], description=description)
 
+    def observe_gauge(self, name: str, description: str, read: Callable[[], int]) -> None:
+        """A number that somebody else keeps."""
+        self._meter.create_observable_gauge(name, [_observer(read)], description=description)
+
     def count_retry(self, reason: str) -> None:
         """An attempt was given up and another is asked for, or the request fails."""
         self._retries.add(1, {"reason": reason})
@@ -69,6 +80,14 @@ class GatewayMetrics:
     def count_fallback(self, model: str, fallback: str) -> None:
         """No worker of `model` would have met the objectives."""
         self._fallbacks.add(1, {"model": model, "fallback": fallback})
+
+    def count_version(self, model: str, version: str) -> None:
+        """A worker has taken a request."""
+        self._versions.add(1, {"model": model, "version": version})
+
+    def count_version_fallback(self, model: str, version: str) -> None:
+        """The version had no worker any more, and another is tried."""
+        self._version_fallbacks.add(1, {"model": model, "version": version})
 
     def record_request(self, *, api: str, model: str, code: str, error: str) -> None:
         """The end of a client request. code: gRPC status name. error: name of the GatewayError, empty for none."""

@@ -98,6 +98,11 @@ class GatewayServer:
             ("text_pool_losses", "Times that the text processes were lost.", lambda: pool.losses),
         ):
             metrics.observe_total(f"kvmesh_gateway_{name}", description, read)
+        metrics.observe_gauge(
+            "kvmesh_gateway_unserved_versions",
+            "Versions with traffic that no worker is ready for: others get their requests.",
+            lambda: len(catalog.unserved),
+        )
         return Core(
             keys=KeyRing(settings.keys_file),
             generations=self._generations,

@@ -23,6 +23,7 @@ from kvmesh.v1.router_pb2 import (
     Done,
     Grant,
     ModelSnapshot,
+    ModelTraffic,
     QueueReport,
     Refusal,
     RouteRequest,
@@ -159,6 +160,9 @@ class FakeRouter(RouterServicer):
 
     workers: dict[str, str] = field(default_factory=dict)
     models: list[ServedModel] = field(default_factory=lambda: [served_model()])
+    traffic: list[ModelTraffic] = field(default_factory=list)
+    # Digests that asks are refused for, for want of a worker.
+    unstaffed: set[bytes] = field(default_factory=set)
     refusal: Refusal | None = None
     mute: bool = False
     asks: list[Ask] = field(default_factory=list)
@@ -189,13 +193,13 @@ class FakeRouter(RouterServicer):
 
     async def WatchModels(self, request: Any, context: Any) -> AsyncIterator[ModelSnapshot]:
         while True:
-            yield ModelSnapshot(models=self.models)
+            yield ModelSnapshot(models=self.models, traffic=self.traffic)
             self.changed.clear()
             await self.changed.wait()
 
-    def set_models(self, *models: ServedModel) -> None:
+    def set_models(self, *models: ServedModel, traffic: ModelTraffic | None = None) -> None:
         """Report other models."""
-        self.models = list(models)
+        self.models, self.traffic = list(models), [traffic] if traffic is not None else []
         self.changed.set()
 
     def _answer(self, ask: Ask) -> RouteResponse:
@@ -206,7 +210,7 @@ class FakeRouter(RouterServicer):
             refusal.request_id, refusal.attempt = ask.request_id, ask.attempt
             return RouteResponse(refusal=refusal)
         for worker_id, address in self.workers.items():
-            if worker_id not in ask.excluded_workers:
+            if worker_id not in ask.excluded_workers and ask.model_digest not in self.unstaffed:
                 grant = Grant(**identity, worker_id=worker_id, worker_epoch=1, worker_address=address, policy="fake")
                 return RouteResponse(grant=grant)
         return RouteResponse(refusal=Refusal(**identity, reason=router_pb2.REFUSAL_REASON_NO_WORKER))

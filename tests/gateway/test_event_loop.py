@@ -41,7 +41,7 @@ async def long_mesh(text_model: TextModel) -> AsyncIterator[Mesh]:
     """A mesh whose model has room for a megabyte."""
     async with running_mesh(text_model) as mesh:
         mesh.router.set_models(served_model(context_length=2**20))
-        await eventually(lambda: mesh.gateway.core.catalog.views["smollm2-135m"].context_length == 2**20)
+        await eventually(lambda: mesh.gateway.core.catalog.views["smollm2-135m"][0].view.context_length == 2**20)
         yield mesh
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
-from kvmesh.v1.inference_pb2 import ModelInfo
+from kvmesh.v1.inference_pb2 import ModelInfo, ModelVersionInfo
 from kvmesh.v1.openai_pb2 import GetModelRequest
 from kvmesh.v1.openai_pb2_grpc import OpenAIServicer
 
@@ -165,6 +165,17 @@ def _json(value: Any) -> HttpBody:
     return HttpBody(content_type=JSON, data=encode(value))
 
 
+def _version_object(version: ModelVersionInfo) -> dict[str, Any]:
+    return {
+        "version": version.version or None,
+        "digest": version.digest,
+        "share": round(version.share, 6),
+        "ready_replicas": version.ready_replicas,
+        "weight_format": version.weight_format,
+        "dtype": version.dtype,
+    }
+
+
 def _model_object(info: ModelInfo, defaults: Sampling) -> dict[str, Any]:
     return {
         "id": info.name,
@@ -177,6 +188,7 @@ def _model_object(info: ModelInfo, defaults: Sampling) -> dict[str, Any]:
             "weight_format": info.weight_format,
             "digest": info.digest,
             "ready_replicas": info.ready_replicas,
+            "versions": [_version_object(version) for version in info.versions],
             "sampling_defaults": {
                 name: value
                 for name, value in msgspec.structs.asdict(defaults).items()

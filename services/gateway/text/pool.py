@@ -23,9 +23,10 @@ from services.common.models import ModelSource
 from services.common.process import die_with_parent
 from services.gateway.api.openai_parse import ReplyFormat, parse_openai
 from services.gateway.errors import InternalError, InvalidRequest, Overloaded
-from services.gateway.planning import ModelView, Tenant, make_plan
+from services.gateway.planning import Tenant, make_plan
 from services.gateway.request import GenerationRequest, Plan
 from services.gateway.text.text_model import TextModel, load_text_model
+from services.gateway.versions import Views, choose, conversation_key
 
 INLINE_BYTES = 4096
 _START_TIMEOUT_S = 60.0
@@ -35,10 +36,10 @@ _log = structlog.get_logger("gateway.text")
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One preparation. Exactly one of body (OpenAI, with its endpoint) and request (native) is given.
 
-    model: answers in place of the one that was asked for; empty: nobody does.
+    model: answers in place of the one that was asked for; empty: nobody does. views: the versions of each name.
     """
 
-    views: dict[str, ModelView]
+    views: Views
     tenant: Tenant
     endpoint: str = ""
     body: bytes | None = None
@@ -73,9 +74,10 @@ class Preparer:
         assert request is not None
         if job.model:
             request = msgspec.structs.replace(request, model=job.model)
-        text, view = self.texts.get(request.model), job.views.get(request.model)
-        if view is None or text is None:
+        text, versions = self.texts.get(request.model), job.views.get(request.model)
+        if not versions or text is None:
             raise ModelMissing(request.model)
+        view = choose(versions, conversation_key(job.tenant.name, request))
         plan = make_plan(request, text=text, view=view, tenant=job.tenant, block_key=self._block_key)
         return Prepared(plan, reply)
 
