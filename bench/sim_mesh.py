@@ -27,6 +27,7 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.table import Table
 
+from bench.kv_node import cpu_seconds
 from bench.kv_table import Machine
 from bench.load_http import http_load
 from bench.sim_mesh_load import Outcome, Workload, outcome, run, toy_scale
@@ -80,9 +81,9 @@ class SimMesh:
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of every kind of process, and of this one."""
-        found = {"load": _cpu_s(os.getpid())}
+        found = {"load": cpu_seconds(os.getpid())}
         for process in self._processes:
-            found[process["kind"]] = found.get(process["kind"], 0.0) + _cpu_s(process["pid"])
+            found[process["kind"]] = found.get(process["kind"], 0.0) + cpu_seconds(process["pid"])
         return found
 
     def worker_totals(self, metric: str) -> list[float]:
@@ -150,11 +151,6 @@ def _kvmesh(folder: str, *arguments: str) -> str:
     if done.returncode:
         raise RuntimeError(f"kvmesh {arguments[0]}: {done.stdout}{done.stderr}")
     return done.stdout
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _total(address: str, metric: str) -> float:
