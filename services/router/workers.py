@@ -7,7 +7,7 @@ of them at once. A grant counts as load until a report shows it, its end is told
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -85,10 +85,13 @@ class Worker:
     promises: Promises = field(default_factory=Promises)
 
 
+_COST_NAMES = tuple(each.name for each in fields(StepCosts))
+
+
 def _set_costs(row: np.void, costs: StepCosts, *, least_step_s: float) -> None:
     row["least_step_s"] = least_step_s
-    for name, value in asdict(costs).items():
-        row[name] = value
+    for name in _COST_NAMES:
+        row[name] = getattr(costs, name)
 
 
 def host_number(host: str) -> int:
@@ -320,13 +323,15 @@ class WorkerTable:
         return True
 
     def _count_pending(self, worker: Worker, now_s: float) -> None:
+        row = self._rows[worker.row]
+        if not worker.pending and not row["pending"]:
+            return
         overdue = [
             key for key, attempt in worker.pending.items() if now_s - attempt.granted_s > self._pending_timeout_s
         ]
         for key in overdue:
             self._end_pending(worker, key)
         self.pending_timeouts += len(overdue)
-        row = self._rows[worker.row]
         row["pending"] = len(worker.pending)
         row["pending_tokens"] = sum(attempt.tokens for attempt in worker.pending.values())
         row["pending_blocks"] = sum(attempt.blocks for attempt in worker.pending.values())
