@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import structlog
 from rich.console import Console
 from rich.table import Table
 
@@ -34,23 +36,33 @@ from bench.sim_mesh_load import Outcome, Workload, outcome, run, toy_scale
 from services.cli.ports import free_ports
 from services.common.blocks import BLOCK_TOKENS
 from services.common.models import DEFAULT_MODEL
+from services.common.time_model import TimeModel
+from services.gateway.config import GatewaySettings
+from services.router.config import RouterSettings
 from services.router.policies import POLICIES
+from services.router.simulator.job import WorkerProfile
+from services.router.simulator.simulation import Scenario, simulate
+from services.router.simulator.summary import summarise
 from services.router.simulator.trace import compress, read_trace, repeat
+from services.worker.config import WorkerSettings
 
 RESULTS = Path(__file__).parent / "results" / "sim_mesh.json"
 SCALE, SESSION_SCALE = 32, 8
-PREFILL_TOKENS_PER_S, CACHED_TOKENS = 20_000 / SCALE, 400_000 // SCALE
+CACHED_TOKENS = 400_000 // SCALE
+TIMES = TimeModel(20_000 / SCALE, decode_step_s=0.02, decode_sequence_s=0.0005)
 # Of the default model, less the room of an answer.
 CONTEXT_LENGTH = 8_000
+STEP_TOKENS, MAX_RUNNING = 64, 32
 TTFT_S, TPOT_S = 2.0, 0.2
 _PATIENCE_S = 10.0
 _WORKER = {
-    "KVMESH_WORKER_SIM_PREFILL_TOKENS_PER_S": str(PREFILL_TOKENS_PER_S),
-    "KVMESH_WORKER_SIM_DECODE_STEP_S": "0.02",
-    "KVMESH_WORKER_SIM_DECODE_SEQUENCE_S": "0.0005",
+    "KVMESH_WORKER_SIM_PREFILL_TOKENS_PER_S": str(TIMES.prefill_tokens_per_s),
+    "KVMESH_WORKER_SIM_DECODE_STEP_S": str(TIMES.decode_step_s),
+    "KVMESH_WORKER_SIM_DECODE_SEQUENCE_S": str(TIMES.decode_sequence_s),
     "KVMESH_WORKER_NUM_BLOCKS": str(CACHED_TOKENS // BLOCK_TOKENS),
-    # Prompts are cut so that decodes are not held up for longer than the objective allows.
-    "KVMESH_WORKER_TARGET_STEP_S": "0.1",
+    # So short that decodes are not held up for longer than the objective allows; no budget is smaller.
+    "KVMESH_WORKER_STEP_TOKEN_BUDGET": str(STEP_TOKENS),
+    "KVMESH_WORKER_MAX_RUNNING": str(MAX_RUNNING),
     "KVMESH_LOG_LEVEL": "WARNING",
 }
 
@@ -59,7 +71,8 @@ _WORKER = {
 class Measured:
     """One load on one mesh. late_ms: mean of the steps that were slept for. imbalance: most computed to mean computed.
 
-    cores: CPU seconds each kind of process took a second, the load generator's own as "load".
+    simulated: what the simulator says of the same load. cores: CPU seconds that each kind of process took a second, the
+    load generator's own as "load".
     """
 
     trace: str
@@ -70,6 +83,7 @@ class Measured:
     imbalance: float
     late_ms: float
     cores: dict[str, float]
+    simulated: dict[str, str | int | float]
 
 
 class SimMesh:
@@ -133,7 +147,24 @@ def measure(
         imbalance=max(computed) * len(computed) / max(1.0, sum(computed)),
         late_ms=1e3 * late_s / max(1.0, steps),
         cores=cores,
+        simulated=simulated(workload, workers, policy),
     )
+
+
+def simulated(workload: Workload, workers: int, policy: str) -> dict[str, str | int | float]:
+    """The simulator's figures of the load on workers like these, behind one router and gateway."""
+    max_queue_s = WorkerSettings.model_fields["max_queue_s"].default
+    scenario = Scenario(
+        WorkerProfile(TIMES, CACHED_TOKENS, BLOCK_TOKENS, STEP_TOKENS, MAX_RUNNING, max_queue_s),
+        workers,
+        policy,
+        RouterSettings.model_fields["max_queue_s"].default,
+        ttft_objective_s=TTFT_S,
+        tpot_objective_s=TPOT_S,
+        patience_s=GatewaySettings.model_fields["max_wait_s"].default,
+        tells_objectives=False,
+    )
+    return summarise(scenario, workload.trace, *simulate(scenario, workload.trace)).as_json()
 
 
 async def _replay(url: str, workload: Workload) -> tuple[float, Outcome]:
@@ -162,7 +193,17 @@ def _total(address: str, metric: str) -> float:
 def _table(found: Sequence[Measured]) -> Table:
     table = Table(
         *("trace", "policy", "routers, gateways", "goodput/s", "TTFT p50 s", "p99 s", "TPOT p50 ms", "hit %"),
-        *("of ideal %", "imbalance", "refused", "unfinished", "late ms", "cores"),
+        *(
+            "of ideal %",
+            "imbalance",
+            "refused",
+            "unfinished",
+            "late ms",
+            "cores",
+            "simulated: goodput/s",
+            "p50 s",
+            "hit %",
+        ),
     )
     for one in found:
         seen = one.outcome
@@ -171,6 +212,8 @@ def _table(found: Sequence[Measured]) -> Table:
             *(f"{seen.ttft_p50_s:.2f}", f"{seen.ttft_p99_s:.2f}", f"{1e3 * seen.tpot_p50_s:.0f}"),
             *(f"{seen.hit_rate:.1%}", f"{seen.hit_rate_of_ideal:.0%}", f"{one.imbalance:.2f}", str(seen.refused)),
             *(str(seen.unfinished), f"{one.late_ms:.1f}", f"{sum(one.cores.values()):.2f}"),
+            *(f"{one.simulated['goodput_rps']:.2f}", f"{one.simulated['ttft_p50_s']:.2f}"),
+            f"{one.simulated['hit_rate']:.1%}",
         )
     return table
 
@@ -195,6 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replicas", action="store_true", help="also with four routers and two gateways")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
+    # The simulated router's log of every request that has to wait.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     found: list[Measured] = []
     for path in arguments.traces:
         name, workload = path.name.partition(".")[0], _workload(path, arguments)
@@ -204,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 more = {"policy": policy, "routers": routers, "gateways": gateways}
                 found.append(measure(name, workload, workers=arguments.workers, **more))
                 print(json.dumps(asdict(found[-1])), file=sys.stderr)
-    Console(width=180).print(_table(found))
+    Console(width=200).print(_table(found))
     objectives = {"ttft_s": TTFT_S, "tpot_s": TPOT_S}
     flags = {name: value for name, value in vars(arguments).items() if name not in ("output", "traces")}
     report = {"machine": asdict(Machine.here()), "flags": flags, "objectives": objectives}

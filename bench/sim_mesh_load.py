@@ -33,8 +33,9 @@ class ToyRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """ideal_tokens: prompt tokens that one infinite cache for all would have."""
+    """trace: the requests without their content. ideal_tokens: of the prompts what one infinite cache would have."""
 
+    trace: Trace
     requests: tuple[ToyRequest, ...]
     prompt_tokens: int
     ideal_tokens: int
@@ -80,7 +81,7 @@ def toy_scale(trace: Trace, scale: int, duration_s: float, context_length: int) 
         for index, one in enumerate(chosen)
     )
     prompts = sum(one.prompt_tokens for one in chosen)
-    return Workload(requests, prompts, sum(ideal_hit_tokens(chosen, BLOCK_TOKENS)))
+    return Workload(Trace(tuple(chosen), BLOCK_TOKENS), requests, prompts, sum(ideal_hit_tokens(chosen, BLOCK_TOKENS)))
 
 
 def _tokens(request: TraceRequest, index: int) -> tuple[int, ...]:
