@@ -153,7 +153,9 @@ class Planner:
         )
 
     def _gateway(self, number: int, routers: list[ProcessSpec]) -> tuple[str, ...]:
-        addresses = ",".join(router.address for router in routers)
+        # Each begins with another router, so that all of them work.
+        first = number % len(routers)
+        addresses = ",".join(router.address for router in routers[first:] + routers[:first])
         models = ",".join(f"{model.name}={model.path}" for model in self._models)
         kept = str(self._state.generations(f"gateway-{number}"))
         return ("--routers", addresses, "--models", models, "--generations-file", kept)

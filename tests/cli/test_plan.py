@@ -47,11 +47,12 @@ def test_models_are_shared_out_over_the_workers() -> None:
     assert models == ["a=/a.gguf", "b=/b.gguf", "a=/a.gguf"]
 
 
-def test_gateways_know_every_router() -> None:
-    plan = made(routers=2)
-    routers = [spec.address for spec in plan.processes if spec.kind == "router"]
-    (gateway,) = [spec for spec in plan.processes if spec.kind == "gateway"]
-    assert gateway.command[gateway.command.index("--routers") + 1] == ",".join(routers)
+def test_gateways_know_every_router_and_begin_with_different_ones() -> None:
+    plan = made(routers=2, gateways=3)
+    a, b = [spec.address for spec in plan.processes if spec.kind == "router"]
+    gateways = [spec for spec in plan.processes if spec.kind == "gateway"]
+    told = [gateway.command[gateway.command.index("--routers") + 1] for gateway in gateways]
+    assert told == [f"{a},{b}", f"{b},{a}", f"{a},{b}"]
 
 
 def test_no_secret_is_in_a_command_line() -> None:
