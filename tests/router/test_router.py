@@ -21,6 +21,7 @@ from kvmesh.v1 import router_pb2, router_pb2_grpc
 
 from services.common.announcer import Tier
 from services.common.blocks import BlockId, join_ids
+from services.common.keys import KeySpace, location_key
 from services.common.redis_client import RedisClient, connect_redis
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
@@ -162,6 +163,31 @@ async def test_requests_go_where_their_blocks_are(tmp_path: Path, valkey: Valkey
         assert "kvmesh_router_ttft_error_seconds_count" in metrics
         assert re.search(r'kvmesh_router_decisions_total{.*outcome="granted".*policy="predicted_ttft"', metrics)
         stream.call.cancel()
+
+
+def _divergences(metrics: str) -> float:
+    found = re.search(r"^kvmesh_router_index_divergence_total{.*} (.*)$", metrics, re.MULTILINE)
+    assert found
+    return float(found[1])
+
+
+async def test_a_digest_that_is_not_the_holders_is_told_as_a_metric(
+    tmp_path: Path, valkey: Valkey, client: RedisClient, workers: list[FakeWorker]
+) -> None:
+    async with router(tmp_path, valkey.url) as process:
+        workers[0].announcer.add(chain(5), Tier.HBM)
+        await workers[0].announcer.flushed(5)
+
+        async def indexed() -> bool:
+            return (await process.describe()).indexed_blocks == 5
+
+        await eventually_async(indexed)
+        assert _divergences(process.metrics()) == 0
+        location = location_key("worker", "a")
+        await client.hset(KeySpace().shard_of(location).meta(location), "xor", bytes(16))
+        await eventually(lambda: _divergences(process.metrics()), timeout_s=10, every_s=0.1)
+        # What is known is kept: to be without it would be worse.
+        assert (await process.describe()).indexed_blocks == 5
 
 
 async def test_grants_count_until_reports_show_them(tmp_path: Path, valkey: Valkey, workers: list[FakeWorker]) -> None:

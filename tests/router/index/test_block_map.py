@@ -112,9 +112,9 @@ class CountedIds(list[BlockId]):
 
     looked_at = 0
 
-    def __getitem__(self, at: object) -> BlockId:  # type: ignore[override]
+    def __getitem__(self, at: int) -> BlockId:  # type: ignore[override]
         self.looked_at += 1
-        return super().__getitem__(at)  # type: ignore[index]
+        return super().__getitem__(at)
 
 
 def test_a_lookup_looks_at_few_blocks_of_a_long_prompt_and_at_none_twice() -> None:
