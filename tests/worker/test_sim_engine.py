@@ -62,6 +62,7 @@ async def test_serves_as_a_real_worker_does(worker: WorkerProcess) -> None:
     await _bad_input_fails_alone(worker)
     await _cancelling_frees_blocks(worker)
     await _stale_beyond_the_queue(worker)
+    await _pulls_bring_nothing(worker)
     await worker.wait_idle()
     assert await idle_share(worker.process.pid, below=0.05) < 0.05
     assert _modules(worker.process.pid) == set()
@@ -121,6 +122,18 @@ async def _stale_beyond_the_queue(worker: WorkerProcess) -> None:
     answers = await asyncio.gather(*asked)
     assert sum(answer.stale is not None for answer in answers) >= 1
     assert sum(answer.completed is not None for answer in answers) >= 2
+
+
+async def _pulls_bring_nothing(worker: WorkerProcess) -> None:
+    """A plan that somebody makes all the same costs nothing but the computing."""
+    step = common_pb2.PullStep(
+        kind=common_pb2.LOCATION_KIND_WORKER, location_id="other", epoch=1, pull_address="127.0.0.1:1", num_blocks=40
+    )
+    answer = await worker.generate(prompt(650, 20), 1, pull_plan=[step])
+    assert answer.admitted is not None
+    assert answer.admitted.cached_tokens == 640, "the pull had begun"
+    assert answer.cached == 0
+    assert len(answer.tokens[0]) == 1
 
 
 def _modules(pid: int) -> set[str]:
