@@ -18,7 +18,8 @@ from services.router.policies import POLICIES
 from services.router.simulator import oracle
 from services.router.simulator.job import WorkerProfile
 from services.router.simulator.planner import NotEnoughError, find_workers
-from services.router.simulator.simulation import Scenario, simulate
+from services.router.simulator.scenario import Scenario
+from services.router.simulator.simulation import simulate
 from services.router.simulator.summary import Summary, summarise
 from services.router.simulator.trace import Trace, TraceError, compress, halves, read_trace, repeat
 

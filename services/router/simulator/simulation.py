@@ -1,7 +1,7 @@
 """One run: requests arrive, the router decides, workers compute. Deterministic; all time is simulated.
 
-The gateway is as plain as it can be: what the router calls OVERLOADED waits in one line, whose first asks again when
-something ends or after a pause; any other refusal is final. A worker whose state no longer fits answers STALE, and
+The gateway is plain: what the router calls OVERLOADED waits in a fair queue, whose first asks again when something
+ends or after a pause; any other refusal is final. A worker whose state no longer fits answers STALE, and
 the request joins the line. When a worker dies its requests are placed again, with the tokens they have so far as part
 of their prompt, once its silence has lasted.
 """
@@ -12,76 +12,27 @@ import heapq
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 
 from services.common.blocks import BlockId
+from services.common.fair_queue import Entry, FairQueue, RequestClass, StarvationBound
 from services.router.admission import AdmissionConfig
 from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Refused
 from services.router.placement import PlacementConfig
 from services.router.policies import POLICIES
 from services.router.simulator import oracle
-from services.router.simulator.job import Job, WorkerProfile
-from services.router.simulator.mesh_view import MODEL, MODEL_DIGEST, REPORT_EVERY_S, Delays, MeshView
+from services.router.simulator.job import Job
+from services.router.simulator.mesh_view import MODEL, MODEL_DIGEST, REPORT_EVERY_S, MeshView
 from services.router.simulator.oracle import Oracle
-from services.router.simulator.trace import Trace, TraceRequest
+from services.router.simulator.scenario import Outcome, Scenario
+from services.router.simulator.trace import Trace
 from services.router.simulator.worker import SimWorker
 from services.router.workers import SUSPECT_S
 
 _RETRY_S = 0.05
 # What clients allow an answer; nobody knows beforehand how long it will be.
 _MAX_OUTPUT_TOKENS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """A cluster, how it decides, what clients want of it, and what befalls it.
-
-    lost_workers die together when half of the requests have arrived. patience_s: a request that has waited in the line
-    for longer is refused.
-    """
-
-    profile: WorkerProfile
-    num_workers: int
-    policy: str
-    max_queue_s: float
-    ttft_objective_s: float = 2.0
-    tpot_objective_s: float = 0.1
-    patience_s: float = 10.0
-    # Whether requests tell the router of the objectives, or are only judged by them.
-    tells_objectives: bool = True
-    lost_workers: int = 0
-    seed: int = 0
-    delays: Delays = field(default_factory=Delays)
-
-
-@dataclass(slots=True, eq=False)
-class Outcome:
-    """What became of a request; times are absolute, -1 where there is none."""
-
-    request: TraceRequest
-    index: int
-    arrived_s: float
-    attempts: int = 0
-    refused: bool = False
-    worker: int = -1
-    cached_tokens: int = 0
-    predicted_ttft_s: float = 0.0
-    granted_s: float = 0.0
-    first_token_s: float = -1.0
-    ended_s: float = -1.0
-    output_tokens: int = 0
-
-    @property
-    def ttft_s(self) -> float:
-        """Time to the first token."""
-        return self.first_token_s - self.arrived_s
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean time of each further token, 0 where there is none."""
-        further = self.request.output_tokens - 1
-        return (self.ended_s - self.first_token_s) / further if further else 0.0
 
 
 class Simulation:
@@ -107,7 +58,8 @@ class Simulation:
         self.outcomes = [Outcome(request, at, request.arrival_s) for at, request in enumerate(trace.requests)]
         self._followers = self._chain()
         self._arrived = 0
-        self._line: deque[Outcome] = deque()
+        # Traces name no tenants: one tenant, one class.
+        self._line: FairQueue[Outcome] = FairQueue(lambda tenant: 1.0, StarvationBound())
         self._line_timer = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
@@ -148,17 +100,16 @@ class Simulation:
             self._lose_workers()
         if not self.workers[0].fits(outcome.request.prompt_tokens, outcome.request.output_tokens):
             self._refuse(outcome)
-        elif self._line:
-            self._line.append(outcome)
-        elif not self._place(outcome):
+        elif self._line.num_waiting or not self._place(outcome):
             self._wait(outcome)
 
     def _wait(self, outcome: Outcome) -> None:
-        self._line.append(outcome)
+        cost = float(outcome.request.prompt_tokens)
+        self._line.push(Entry(outcome, "", RequestClass.STANDARD, cost), self.now_s)
         self._start_line_timer()
 
     def _start_line_timer(self) -> None:
-        if self._line and not self._line_timer:
+        if self._line.num_waiting and not self._line_timer:
             self._line_timer = True
             self._at(self.now_s + _RETRY_S, self._on_line_timer)
 
@@ -169,13 +120,12 @@ class Simulation:
 
     def _serve_line(self) -> None:
         """The first asks; when it gets a place the next one's turn has come."""
-        while self._line:
-            first = self._line[0]
+        while (entry := self._line.pop(self.now_s)) is not None:
+            first = entry.item
             if self.now_s - first.arrived_s > self._scenario.patience_s and not first.output_tokens:
-                self._refuse(self._line.popleft())
-            elif self._place(first):
-                self._line.popleft()
-            else:
+                self._refuse(first)
+            elif not self._place(first):
+                self._line.put_back(entry)
                 return
 
     def _place(self, outcome: Outcome) -> bool:
@@ -335,7 +285,7 @@ class Simulation:
         outcome, attempt = _key(job)
         outcome.output_tokens += job.generated
         self._view.done(attempt, self.now_s, outcome="worker_failed")
-        if self._line or not self._place(outcome):
+        if self._line.num_waiting or not self._place(outcome):
             self._wait(outcome)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from services.router.simulator.simulation import Outcome, Scenario
+from services.router.simulator.scenario import Outcome, Scenario
 from services.router.simulator.trace import Trace, ideal_hit_tokens
 from services.router.simulator.worker import SimWorker
 
@@ -47,6 +47,10 @@ class Summary:
     def as_json(self) -> dict[str, str | int | float]:
         """For one JSON object."""
         return asdict(self)
+
+    def figures(self) -> dict[str, float]:
+        """What is a number."""
+        return {name: value for name, value in asdict(self).items() if not isinstance(value, str)}
 
 
 def summarise(scenario: Scenario, trace: Trace, outcomes: Sequence[Outcome], workers: Sequence[SimWorker]) -> Summary:

@@ -8,7 +8,7 @@ from random import Random
 from services.common.blocks import BlockId
 from services.common.time_model import TimeModel
 from services.router.simulator.job import Job, WorkerProfile
-from services.router.simulator.simulation import Scenario
+from services.router.simulator.scenario import Scenario
 from services.router.simulator.trace import Trace, TraceRequest
 
 BLOCK = 16

@@ -15,7 +15,7 @@ from services.router.simulator.trace import TraceRequest
 from tests.router.simulator.scenes import BLOCK, block_ids, random_trace, scenario, trace
 
 
-def run(seed: int = 1, *, rate: float = 40.0, count: int = 300, **fields: object) -> Summary:
+def run(seed: int = 1, *, rate: float = 40.0, count: int = 150, **fields: object) -> Summary:
     requests = random_trace(seed, count, rate=rate)
     config = scenario(**fields)
     return summarise(config, requests, *simulate(config, requests))
@@ -23,7 +23,7 @@ def run(seed: int = 1, *, rate: float = 40.0, count: int = 300, **fields: object
 
 @pytest.mark.parametrize("policy", [*POLICIES, NAME])
 def test_every_request_ends_once(policy: str) -> None:
-    requests = random_trace(2, 300, rate=80.0)
+    requests = random_trace(2, 150, rate=80.0)
     outcomes, workers = simulate(scenario(policy=policy), requests)
     assert all((outcome.ended_s >= 0) != outcome.refused for outcome in outcomes)
     served = [outcome for outcome in outcomes if not outcome.refused]
@@ -44,7 +44,7 @@ def test_following_the_cache_beats_taking_turns_where_prefixes_are_shared() -> N
 
 
 def test_overload_is_bounded_by_refusals_which_are_misses() -> None:
-    summary = run(rate=2000.0, count=1500, max_queue_s=0.2, patience_s=0.5)
+    summary = run(rate=2000.0, count=600, max_queue_s=0.2, patience_s=0.5)
     assert summary.refused > 0
     assert summary.served + summary.refused == summary.requests
     assert summary.goodput_share <= summary.served / summary.requests
