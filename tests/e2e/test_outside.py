@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 
 import grpc
@@ -120,6 +121,11 @@ def test_response_headers_and_log_lines_carry_the_ids(mesh: Mesh) -> None:
         assert response.headers["x-kvmesh-worker"].startswith("worker-")
         assert int(response.headers["x-kvmesh-cached-tokens"]) >= 0
         assert trace_id in response.headers["traceparent"]
+
+    wrong = urllib.request.Request(f"{mesh.url}/v1/completions", b"{}", headers)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(wrong, timeout=60)
+    assert caught.value.headers.get_all("x-request-id") == [request_id]
 
     def lines() -> list[dict[str, str]]:
         return log_events(mesh.logs(), request_id)

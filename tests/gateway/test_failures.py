@@ -190,6 +190,15 @@ async def test_clients_deadline_is_honoured(mesh: Mesh) -> None:
     assert 0 < mesh.router.asks[0].deadline_s <= 0.41
 
 
+async def test_an_error_names_its_request(mesh: Mesh) -> None:
+    _, _, trailing = await mesh.error(
+        "Completions", {"model": "smollm2-135m", "prompt": ""}, metadata=(("x-request-id", "abc-2"),)
+    )
+    assert trailing["x-request-id"] == "abc-2"
+    _, _, trailing = await mesh.error("Completions", {"model": "unknown", "prompt": "hi"})
+    assert trailing["x-request-id"]
+
+
 async def test_grant_carries_identity_to_the_worker(mesh: Mesh) -> None:
     await mesh.complete()
     request, metadata = mesh.workers[0].requests[0], mesh.workers[0].metadata[0]

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from services.common.rpc import REQUEST_ID_METADATA
 from services.gateway.errors import GatewayError, InternalError, shape_of, trailing_metadata
 from services.gateway.session import Session
 
@@ -42,16 +43,19 @@ def on_end(context: Context, session: Session) -> None:
     context.add_done_callback(close)  # type: ignore[arg-type]
 
 
-async def abort(context: Context, error: GatewayError) -> NoReturn:
-    """End the call with the error's status and trailing metadata."""
-    await context.abort(grpc.StatusCode[shape_of(error).status], error.message, trailing_metadata(error))
+async def abort(context: Context, error: GatewayError, session: Session | None = None) -> NoReturn:
+    """End the call with the error's status and trailing metadata; session: of the request, where it has begun."""
+    metadata = trailing_metadata(error)
+    if session is not None:
+        metadata = (*metadata, (REQUEST_ID_METADATA, session.request_id))
+    await context.abort(grpc.StatusCode[shape_of(error).status], error.message, metadata)
     raise AssertionError("abort returned")
 
 
 async def send_headers(context: Context, session: Session, worker_id: str, cached_tokens: int) -> None:
     """The initial metadata of an admitted request."""
     headers = [
-        ("x-request-id", session.request_id),
+        (REQUEST_ID_METADATA, session.request_id),
         ("x-kvmesh-worker", worker_id),
         ("x-kvmesh-cached-tokens", str(cached_tokens)),
     ]

@@ -75,7 +75,7 @@ class InferenceService(InferenceServicer):
             known = as_gateway_error(error)
             if session is not None:
                 session.fail(known)
-            await abort(context, known)
+            await abort(context, known, session)
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         """See the proto."""

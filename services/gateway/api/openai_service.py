@@ -101,7 +101,7 @@ class OpenAIService(OpenAIServicer):
             known = as_gateway_error(error)
             if session is not None:
                 session.fail(known)
-            await abort(context, known)
+            await abort(context, known, session)
 
     async def _stream(self, session: Session, begun: Begun, renderer: StreamRenderer, context: Context) -> None:
         """Write the events; errors after the first one end in an error event."""
