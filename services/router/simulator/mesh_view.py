@@ -185,9 +185,8 @@ class MeshView:
 
     def _join(self, number: int) -> _Member:
         worker_id, table = WorkerId(f"w{number}"), self.decisions.table
-        record = LocationRecord(
-            kind="worker", id=worker_id, epoch=1, host=worker_id, grpc_address=worker_id, pull_address=worker_id
-        )
+        # Without an address to pull from: simulated workers share nothing.
+        record = LocationRecord(kind="worker", id=worker_id, epoch=1, host=worker_id, grpc_address=worker_id)
         row = table.add(record).row
         table.identify(worker_id, identity_of(worker_id, self._profile), 0.0)
         table.report(worker_id, _idle(self._profile), 0.0)
