@@ -63,10 +63,11 @@ def admissible(
     if not in_time.any():
         return _too_late(costs, limit_s, forecast)
     keeps_pace = _keeps_pace(ask, rows, costs, config) | idle
-    below = idle | (costs.queue_s <= config.max_queue_s * config.queue_shares.get(ask.priority, 1.0))
+    queue_limit_s = config.max_queue_s * config.queue_shares.get(ask.priority, 1.0)
+    below = idle | (costs.queue_s <= queue_limit_s)
     ready = in_time & keeps_pace & below
     if not ready.any():
-        return _full(costs, in_time, keeps_pace, config, forecast)
+        return _full(costs, in_time & keeps_pace, queue_limit_s, forecast)
     ttft_s = costs.predicted_ttft_s
     result: BoolArray = ready | (in_time & keeps_pace & (ttft_s < ttft_s[ready].min()))
     return result
@@ -108,15 +109,10 @@ def _too_late(costs: Costs, limit_s: float, forecast: Forecast) -> Refused:
     return Refused(RefusalReason.DEADLINE, detail, max(RETRY_S, float(costs.queue_s.min()) + forecast.backlog_s))
 
 
-def _full(
-    costs: Costs, in_time: BoolArray, keeps_pace: BoolArray, config: AdmissionConfig, forecast: Forecast
-) -> Refused:
-    able = in_time & keeps_pace
+def _full(costs: Costs, able: BoolArray, queue_limit_s: float, forecast: Forecast) -> Refused:
     if not able.any():
         detail = "every worker decodes too slowly for the request at its present load"
         return Refused(RefusalReason.OVERLOADED, detail, max(RETRY_S, forecast.backlog_s))
     queue_s = float(costs.queue_s[able].min())
     retry_after_s = max(RETRY_S, queue_s + forecast.backlog_s)
-    return Refused(
-        RefusalReason.OVERLOADED, "every worker is full", retry_after_s, max(0.0, queue_s - config.max_queue_s)
-    )
+    return Refused(RefusalReason.OVERLOADED, "every worker is full", retry_after_s, queue_s - queue_limit_s)

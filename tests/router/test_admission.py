@@ -117,7 +117,9 @@ def test_a_long_cached_prefix_is_worth_a_wait_beyond_the_limit() -> None:
 def test_batch_leaves_room_in_the_queue_for_the_others() -> None:
     scene = scene_of(queueing(0.15 * RATE))
     batch = scene.ask(chain(2), priority=RequestClass.BATCH)
-    assert scene.refusal(batch).reason is RefusalReason.OVERLOADED
+    full = scene.refusal(batch)
+    assert full.reason is RefusalReason.OVERLOADED
+    assert full.room_in_s == pytest.approx(0.05)
     for priority in (0, RequestClass.INTERACTIVE, RequestClass.STANDARD):
         scene.grant(replace(batch, priority=priority))
     scene.table.report(WorkerId("w0"), queueing(0.05 * RATE), NOW_S)
