@@ -25,14 +25,13 @@ _MIN_PREFILL_TOKENS = 32.0
 class Ahead:
     """Work before the request on each candidate: tokens, and seconds until it has been computed.
 
-    step_s: of every step beside its prompts' own time; decode_step_s: the part of it that decoding sequences cause.
+    room: for prompt tokens in a step. step_s: of every step beside its prompts' own time.
     """
 
     tokens: FloatArray
     seconds: FloatArray
     room: FloatArray
     step_s: FloatArray
-    decode_step_s: FloatArray
 
 
 def work_ahead(request: PolicyRequest, rows: WorkerRows) -> Ahead:
@@ -40,13 +39,13 @@ def work_ahead(request: PolicyRequest, rows: WorkerRows) -> Ahead:
     reported, share = _reported_tokens(request, rows)
     pending = rows["pending_tokens"] - _later(request, rows["pending_by_class"])
     pairs = rows["queued_pairs"] * share + rows["pending_pairs"]
-    step_s, decode_s, room = _steps(rows)
+    step_s, room = _steps(rows)
     tokens = reported + pending
     computing_s = tokens * rows["prefill_token_s"] + pairs * rows["prefill_pair_s"] + tokens / room * step_s
     # A step in flight is over after half its time, if nothing more is known of it.
     in_flight_s = np.where(rows["decoding"] > 0, step_s / 2, 0.0)
     elapsed_s = np.clip(request.now_s - rows["told_s"], 0.0, computing_s * reported / np.maximum(1.0, tokens))
-    return Ahead(tokens, np.maximum(computing_s - elapsed_s, in_flight_s), room, step_s, decode_s)
+    return Ahead(tokens, np.maximum(computing_s - elapsed_s, in_flight_s), room, step_s)
 
 
 def pairs_of(start: IntArray, tokens: IntArray) -> FloatArray:
@@ -77,7 +76,7 @@ def interference_s(request: PolicyRequest, ahead: Ahead, rows: WorkerRows, token
     return result
 
 
-def _steps(rows: WorkerRows) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _steps(rows: WorkerRows) -> tuple[FloatArray, FloatArray]:
     decoding = rows["decoding"]
     # One after the other those that are ahead will be decoding: half of all but the last, on average.
     ahead = np.maximum(0.0, rows["running"] + rows["waiting"] - decoding) + rows["pending"]
@@ -89,7 +88,7 @@ def _steps(rows: WorkerRows) -> tuple[FloatArray, FloatArray, FloatArray]:
     )
     budget = rows["step_tokens"]
     room = np.maximum(budget - decoding, np.minimum(budget, _MIN_PREFILL_TOKENS))
-    return rows["fixed_s"] + decode_s, decode_s, room
+    return rows["fixed_s"] + decode_s, room
 
 
 def _reported_tokens(request: PolicyRequest, rows: WorkerRows) -> tuple[FloatArray, FloatArray]:
