@@ -26,7 +26,22 @@ _REFUSAL_TIMEOUT_S = 1.0
 
 
 class RequestFailedError(Exception):
-    """The server refused or broke off; the message shows its answer."""
+    """The server refused or broke off; the message shows its answer, head its status line and headers."""
+
+    def __init__(self, message: str, head: str = "") -> None:
+        super().__init__(message)
+        self.head = head
+
+    @property
+    def status(self) -> int:
+        """Of HTTP; 0 where there was none."""
+        words = self.head.split(maxsplit=2)
+        return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+
+    def header(self, name: str) -> str | None:
+        """The value of a header, by its name in lower case."""
+        lines = (line.partition(":") for line in self.head.splitlines()[1:])
+        return next((value.strip() for key, _, value in lines if key.strip().lower() == name), None)
 
 
 class HttpLoad:
@@ -108,7 +123,8 @@ async def _read_stream(reader: asyncio.StreamReader, start: float, output_tokens
         now = time.perf_counter() - start
         received += data
         if not data or (not first_s and not received.startswith(b"HTTP/1.1 200")):
-            raise RequestFailedError(await _refusal(reader, received) or "the server closed the connection")
+            message = await _refusal(reader, received)
+            raise RequestFailedError(message or "the server closed the connection", _head(received))
         if _EVENT in data:
             first_s = first_s or now
             last_s = now
@@ -127,6 +143,10 @@ async def _refusal(reader: asyncio.StreamReader, received: bytearray) -> str:
                 received += more
     head, _, body = received.removesuffix(_LAST_CHUNK).decode(errors="replace").partition("\r\n\r\n")
     return " ".join(f"{head.partition(chr(13))[0]} {body[max(0, body.find('{')) :]}".split())[:500]
+
+
+def _head(received: bytearray) -> str:
+    return received.decode(errors="replace").partition("\r\n\r\n")[0]
 
 
 def _usage(received: bytes, output_tokens: int) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 A more urgent class goes first. A less urgent one that waits gets one turn after `starve_grants` turns of others, and
 after `starve_s` without a turn: that turn counts as the most urgent class, so that whoever decides about it does not
-put it off again, and no two such turns follow each other. A turn is charged by estimate when it is taken, and settled
-with what was really computed. A turn that came to nothing is put back: uncharged, and at the front of its tenant's
-line. No turn is withheld while anybody waits; whoever waits alone is served at once.
+put it off again, and no two such turns follow each other. A turn is open until it is taken or given up: taken, it is
+charged by estimate, and settled later with what was really computed; one that came to nothing is put back at the front
+of its tenant's line. No turn is withheld while anybody waits; whoever waits alone is served at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Entry(Generic[T]):
     """A request in the queue. cost: estimated, in the prices of VirtualCounters.
 
     order: of arrival. is_kept: it makes no room for others. is_promoted: its turn came by the starvation bound.
-    charged: what its tenant was charged so far.
+    held, charged: of its tenant, for an open turn and for one that was taken.
     """
 
     item: T
@@ -54,6 +54,7 @@ class Entry(Generic[T]):
     order: int = 0
     is_kept: bool = False
     is_promoted: bool = False
+    held: float = 0.0
     charged: float = 0.0
 
     @property
@@ -90,9 +91,9 @@ class _Line(Generic[T]):
             self.counters.leave(entry.tenant)
 
     def first(self) -> Entry[T]:
-        """The oldest of the tenant that was served least."""
-        heads = (next(iter(waiting.values())) for waiting in self.tenants.values())
-        return min(heads, key=lambda entry: (self.counters.of(entry.tenant), entry.order))
+        """The oldest of the tenant that was served least; among equals, of the shortest line."""
+        tenant = min(self.tenants, key=lambda name: (self.counters.rank(name), len(self.tenants[name])))
+        return next(iter(self.tenants[tenant].values()))
 
 
 class FairQueue(Generic[T]):
@@ -130,7 +131,7 @@ class FairQueue(Generic[T]):
         self._count(entry, 1)
 
     def pop(self, now_s: float, below: int = RequestClass.BATCH + 1) -> Entry[T] | None:
-        """Take the next turn among those that count as a class more urgent than `below`; None when there is none."""
+        """Open the next turn among those that count as a class more urgent than `below`; None when there is none."""
         kind = self._next_class(now_s, below)
         if kind is None:
             return None
@@ -142,12 +143,22 @@ class FairQueue(Generic[T]):
         self._count(entry, -1)
         line.since_s, line.others_turns = now_s, 0
         self._note_turn(kind, 1)
-        self._charge(entry, entry.cost)
+        entry.held = line.counters.hold(entry.tenant, entry.cost)
         return entry
 
+    def take(self, entry: Entry[T]) -> None:
+        """An open turn has come to something: charge it."""
+        self._release(entry)
+        self._charge(entry, entry.cost)
+
+    def give_up(self, entry: Entry[T]) -> None:
+        """Charge nothing for a turn, open or taken."""
+        self._release(entry)
+        self._charge(entry, -entry.charged)
+
     def put_back(self, entry: Entry[T]) -> None:
-        """Undo `pop`: the turn came to nothing."""
-        self.refund(entry)
+        """Give up a turn, open or taken, and wait for the next one."""
+        self.give_up(entry)
         line = self._lines[entry.request_class]
         line.add(entry, at_front=True)
         self._count(entry, 1)
@@ -161,12 +172,8 @@ class FairQueue(Generic[T]):
         self._count(entry, -1)
 
     def settle(self, entry: Entry[T], cost: float) -> None:
-        """Replace what was charged for a turn by what was computed."""
+        """Replace what was charged for a turn that was taken by what was computed."""
         self._charge(entry, cost - entry.charged)
-
-    def refund(self, entry: Entry[T]) -> None:
-        """Charge nothing for a turn."""
-        self.settle(entry, 0.0)
 
     def served(self, tenant: str, kind: RequestClass) -> float:
         """What a tenant has been served in a class, in cost over weight."""
@@ -184,6 +191,23 @@ class FairQueue(Generic[T]):
                 if newest is not None:
                     return newest
         return None
+
+    def cost_ahead(self, tenant: str, kind: RequestClass) -> float:
+        """Cost of what is served before a newcomer.
+
+        All of more urgent classes, its tenant's own line, and of every other line of its class as much as its weight
+        gives that one meanwhile.
+        """
+        own = sum(entry.cost for entry in self._lines[kind].tenants.get(tenant, {}).values())
+        ahead = own
+        for other_kind, line in self._lines.items():
+            for other, waiting in line.tenants.items():
+                cost = sum(entry.cost for entry in waiting.values())
+                if other_kind < kind:
+                    ahead += cost
+                elif other_kind == kind and other != tenant:
+                    ahead += min(cost, own * self.weight_of(other) / self.weight_of(tenant))
+        return ahead
 
     def line_length(self, tenant: str, kind: RequestClass) -> int:
         """Requests of one tenant that wait in a class."""
@@ -204,6 +228,11 @@ class FairQueue(Generic[T]):
         for other, line in self._lines.items():
             if other != kind and line.tenants:
                 line.others_turns = max(0, line.others_turns + count)
+
+    def _release(self, entry: Entry[T]) -> None:
+        held, entry.held = entry.held, 0.0
+        if held:
+            self._lines[entry.request_class].counters.release(entry.tenant, held)
 
     def _charge(self, entry: Entry[T], cost: float) -> None:
         self._lines[entry.request_class].counters.charge(entry.tenant, cost)

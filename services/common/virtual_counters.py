@@ -2,7 +2,8 @@
 
 Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): whoever has the least is served next, and a
 tenant that comes back after a pause is lifted to the least of those that wait, so that idle time is no credit. Where
-nobody waits, it is lifted to the one that left last.
+nobody waits, it is lifted to the one that left last. What is only held for a turn that may yet come to nothing counts
+in the order of those that wait, and not in what others are lifted to.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ class VirtualCounters:
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
         self._served: dict[str, float] = {}
+        self._held: dict[str, float] = {}
         self._left_last = ""
 
     def of(self, tenant: str) -> float:
         """What `tenant` has been served, in cost over weight."""
         return self._served.get(tenant, 0.0)
+
+    def rank(self, tenant: str) -> float:
+        """What `tenant` has been served, and what is held: the least is next."""
+        return self.of(tenant) + self._held.get(tenant, 0.0)
 
     def join(self, tenant: str, waiting: Collection[str]) -> None:
         """`tenant` begins to wait. waiting: those that do already."""
@@ -50,6 +56,20 @@ class VirtualCounters:
     def leave(self, tenant: str) -> None:
         """Nothing of `tenant` waits any more."""
         self._left_last = tenant
+
+    def hold(self, tenant: str, cost: float) -> float:
+        """Hold what a turn will cost; the amount, for `release`."""
+        amount = cost / self._weight_of(tenant)
+        self._held[tenant] = self._held.get(tenant, 0.0) + amount
+        return amount
+
+    def release(self, tenant: str, amount: float) -> None:
+        """The turn is taken, or came to nothing."""
+        left = self._held[tenant] - amount
+        if left > 1e-9:
+            self._held[tenant] = left
+        else:
+            del self._held[tenant]
 
     def charge(self, tenant: str, cost: float) -> None:
         """Count what is served; negative: give back what was charged too much."""

@@ -3,24 +3,26 @@
 A ticket waits, asks, is granted, and is left; it goes back to the front of its tenant's line when its ask or its
 worker came to nothing. When the router finds every worker full for a class, neither that class nor a less urgent one
 asks until a request of the model ends at this gateway, or a timer that backs off fires: room is also made by other
-gateways' requests. The first ask after that goes alone, and each grant doubles how many may follow at once. Waiting is
-bounded in number, in all and for a tenant, and in time. What is refused is told how long the queue takes to drain.
+gateways' requests. The first ask after that goes alone, and each grant lets one more go at a time. Waiting is bounded
+in number, in all and for a tenant, and in time; who would wait in vain for the time that its objective leaves is
+refused at once. What is refused is told how long the queue takes to drain, as it did whenever somebody waited.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
-from services.common.drain_rate import DrainRate
-from services.common.fair_queue import Entry, FairQueue, RequestClass, StarvationBound, displaced
+from services.common.drain_rate import BusyDrain
+from services.common.fair_queue import Entry, FairQueue, RequestClass, displaced
 from services.common.virtual_counters import TokenPrices
 from services.gateway.errors import GatewayError, ObjectiveUnmet, Overloaded, TenantLimitExceeded
 from services.gateway.output_forecast import OutputForecast
+from services.gateway.tickets import LineLimits, Ticket, TicketState, Wanted
 
 MAX_ASKS = 16
 _LEAST_RETRY_S = 0.01
@@ -29,6 +31,7 @@ _LAST_RETRY_S = 0.4
 # A worker's answer that it is full reaches the router with its next report; until then the ask may go there again.
 _QUICK_RETURNS = 2
 _MIN_RETRY_AFTER_S = 1.0
+_NEWEST_SHARE = 0.1
 _NO_CLASS_BLOCKED = RequestClass.BATCH + 1
 _PRICES = TokenPrices()
 
@@ -36,69 +39,21 @@ _PRICES = TokenPrices()
 OnRefusal = Callable[[str, RequestClass], None]
 
 
-@dataclass(frozen=True, slots=True)
-class LineLimits:
-    """Most that wait, in all and of one tenant; longest wait; when a less urgent class has its turn."""
-
-    max_waiting: int
-    max_tenant_waiting: int
-    max_wait_s: float
-    starvation: StarvationBound
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A request that wants a worker. ttft_at_s: when its first token is due, inf for never. Times are monotonic."""
-
-    model: str
-    tenant: str
-    request_class: RequestClass
-    prompt_tokens: int
-    max_tokens: int
-    num_choices: int
-    deadline_at_s: float
-    ttft_at_s: float
-
-
-class TicketState(Enum):
-    """Where a ticket is; only the line changes it."""
-
-    WAITING = auto()
-    ASKING = auto()
-    GRANTED = auto()
-    LEFT = auto()
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request on its way to a worker. until_s: end of its wait. retry_after_s: the router's last forecast."""
-
-    wanted: Wanted
-    until_s: float
-    entry: Entry[Ticket] = field(init=False)
-    state: TicketState = TicketState.WAITING
-    retry_after_s: float | None = None
-    returns: int = 0
-    refusal: GatewayError | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def asks_as(self) -> RequestClass:
-        """The class its turn counts as."""
-        return self.entry.asks_as
-
-
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One model: its queue, its asks in flight, and what is known of its workers' room."""
+    """One model: its queue, its asks in flight, and what is known of its workers' room.
+
+    first_token_s: mean time from a grant to the first token, as predicted.
+    """
 
     queue: FairQueue[Ticket]
-    granted: DrainRate = field(default_factory=DrainRate)
+    drain: BusyDrain = field(default_factory=BusyDrain)
     num_asking: int = 0
     max_asking: int = MAX_ASKS
     blocked_from: int = _NO_CLASS_BLOCKED
     pause_s: float = _FIRST_RETRY_S
     timer: asyncio.TimerHandle | None = None
+    first_token_s: float = 0.0
 
     def unblock(self) -> None:
         if self.timer is not None:
@@ -130,13 +85,18 @@ class FairLine:
         return sum(lane.num_asking for lane in self._lanes.values())
 
     def join(self, wanted: Wanted) -> Ticket:
-        """Take a place. Raises TenantLimitExceeded or Overloaded when the tenant's, or all, are taken."""
+        """Take a place.
+
+        Raises TenantLimitExceeded or Overloaded when the tenant's, or all, are taken, and ObjectiveUnmet when its turn
+        would come too late.
+        """
         lane = self._lanes.get(wanted.model)
         if lane is None:
             queue: FairQueue[Ticket] = FairQueue(self._weight_of, self._limits.starvation)
             lane = self._lanes[wanted.model] = _Lane(queue)
         ticket = Ticket(wanted, self._end_of_wait(wanted))
         ticket.entry = Entry(ticket, wanted.tenant, wanted.request_class, self._estimate(wanted))
+        self._refuse_hopeless(ticket, lane)
         self._make_room(ticket, lane)
         lane.queue.push(ticket.entry, time.monotonic())
         self._dispatch(lane)
@@ -158,13 +118,15 @@ class FairLine:
                 async with asyncio.timeout(left_s):
                     await ticket.changed.wait()
 
-    def granted(self, ticket: Ticket) -> None:
-        """The router has named a worker."""
+    def granted(self, ticket: Ticket, predicted_ttft_s: float = 0.0) -> None:
+        """The router has named a worker. predicted_ttft_s: from now to the first token."""
         lane = self._lanes[ticket.wanted.model]
         ticket.state = TicketState.GRANTED
+        lane.queue.take(ticket.entry)
         lane.num_asking -= 1
-        lane.granted.add(ticket.entry.charged, time.monotonic())
-        lane.max_asking = min(MAX_ASKS, 2 * lane.max_asking)
+        lane.drain.add(ticket.entry.charged, time.monotonic())
+        lane.first_token_s += _NEWEST_SHARE * (predicted_ttft_s - lane.first_token_s)
+        lane.max_asking = min(MAX_ASKS, lane.max_asking + 1)
         lane.pause_s = _FIRST_RETRY_S
         self._dispatch(lane)
 
@@ -191,7 +153,7 @@ class FairLine:
             ticket.entry.is_kept = True
             ticket.until_s = min(now_s + self._limits.max_wait_s, ticket.wanted.deadline_at_s)
         ticket.returns += 1
-        lane.granted.add(-ticket.entry.charged, now_s)
+        lane.drain.add(-ticket.entry.charged, now_s)
         if ticket.returns > _QUICK_RETURNS:
             self.full(ticket, None)
         else:
@@ -206,9 +168,10 @@ class FairLine:
         state, ticket.state = ticket.state, TicketState.LEFT
         if state is TicketState.WAITING and ticket.refusal is None:
             lane.queue.remove(ticket.entry)
+            self._note_waiting(lane)
         elif state is TicketState.ASKING:
             lane.num_asking -= 1
-            lane.queue.refund(ticket.entry)
+            lane.queue.give_up(ticket.entry)
             self._dispatch(lane)
         elif state is TicketState.GRANTED:
             self._settle(ticket, lane, cached_tokens, output_tokens)
@@ -237,6 +200,10 @@ class FairLine:
             lane.num_asking += 1
             entry.item.state = TicketState.ASKING
             entry.item.changed.set()
+        self._note_waiting(lane)
+
+    def _note_waiting(self, lane: _Lane) -> None:
+        lane.drain.busy(lane.queue.num_waiting > 0, time.monotonic())
         if lane.queue.num_waiting:
             self.somebody_waits.set()
 
@@ -253,7 +220,7 @@ class FairLine:
 
     def _settle(self, ticket: Ticket, lane: _Lane, cached_tokens: int, output_tokens: int | None) -> None:
         if output_tokens is None:
-            lane.queue.refund(ticket.entry)
+            lane.queue.give_up(ticket.entry)
             return
         wanted = ticket.wanted
         cost = _PRICES.cost(
@@ -261,6 +228,17 @@ class FairLine:
         )
         lane.queue.settle(ticket.entry, cost)
         self.outputs.learn(wanted.tenant, output_tokens / wanted.num_choices)
+
+    def _refuse_hopeless(self, ticket: Ticket, lane: _Lane) -> None:
+        wanted, now_s = ticket.wanted, time.monotonic()
+        if wanted.ttft_at_s == math.inf or not lane.queue.num_waiting:
+            return
+        ahead = lane.queue.cost_ahead(wanted.tenant, wanted.request_class)
+        late_s = now_s + (lane.drain.forecast_s(ahead, now_s) or 0.0) + lane.first_token_s - wanted.ttft_at_s
+        if late_s > 0:
+            self._on_refusal("objective", wanted.request_class)
+            retry_after_s = max(_MIN_RETRY_AFTER_S, late_s)
+            raise ObjectiveUnmet("the first token would come too late behind those that wait", None, retry_after_s)
 
     def _make_room(self, ticket: Ticket, lane: _Lane) -> None:
         tenant = ticket.wanted.tenant
@@ -295,7 +273,7 @@ class FairLine:
 
     def _drain_s(self, lane: _Lane) -> float:
         """When a comer would find the queue empty, as it is drained now."""
-        drain_s = lane.granted.forecast_s(lane.queue.cost_waiting, time.monotonic())
+        drain_s = lane.drain.forecast_s(lane.queue.cost_waiting, time.monotonic())
         if drain_s is None:
             return self._limits.max_wait_s / 2
         return min(self._limits.max_wait_s, max(_MIN_RETRY_AFTER_S, drain_s))

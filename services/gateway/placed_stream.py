@@ -35,12 +35,13 @@ from opentelemetry import trace
 from services.common.rpc import call_metadata
 from services.common.security import MeshSecret
 from services.gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed, WorkersFull
-from services.gateway.fair_line import FairLine, Ticket
+from services.gateway.fair_line import FairLine
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement_job import PlacementJob
 from services.gateway.pulse import Pulse
 from services.gateway.retry_budget import RetryBudget
 from services.gateway.router_client import RouterClient
+from services.gateway.tickets import Ticket
 from services.gateway.worker_channels import WorkerChannels
 
 _tracer = trace.get_tracer("kvmesh.gateway")
@@ -166,7 +167,7 @@ class PlacedStream:
             return
         finally:
             self.route_s += time.monotonic() - started_s
-        line.granted(ticket)
+        line.granted(ticket, grant.predicted_ttft_s)
         self._heard_at_s = time.monotonic()
         self._waiting_since_s = self._waiting_since_s or self._heard_at_s
         self.worker_id, self._address = grant.worker_id, grant.worker_address

@@ -11,8 +11,8 @@ from kvmesh.v1.router_pb2 import Ask, Grant
 from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
 from services.common.fair_queue import RequestClass
-from services.gateway.fair_line import Wanted
 from services.gateway.request import PromptPlan
+from services.gateway.tickets import Wanted
 
 # An objective that is missed already, in the terms of an Ask, where 0 means none.
 _LEAST_OBJECTIVE_S = 0.001

@@ -24,7 +24,7 @@ from services.gateway.beginning import Beginner
 from services.gateway.catalog import ModelCatalog
 from services.gateway.config import GatewaySettings
 from services.gateway.core import Core
-from services.gateway.fair_line import FairLine, LineLimits
+from services.gateway.fair_line import FairLine
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placed_stream import Placement
@@ -37,6 +37,7 @@ from services.gateway.tenant_generations import TenantGenerations
 from services.gateway.tenants import Tenants
 from services.gateway.text.pool import Preparer, TextPool
 from services.gateway.text.text_model import load_text_model
+from services.gateway.tickets import LineLimits
 from services.gateway.worker_channels import WorkerChannels
 
 # Silence is looked for this often, and held-back events this often while writes are paced.

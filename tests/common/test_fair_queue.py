@@ -29,8 +29,14 @@ def push(queue: FairQueue[int], *entries: Entry[int], now_s: float = 0.0) -> lis
 
 
 def served(queue: FairQueue[int], count: int, now_s: float = 0.0) -> list[Entry[int]]:
-    popped = [queue.pop(now_s) for _ in range(count)]
-    return [one for one in popped if one is not None]
+    """Turns that were taken."""
+    turns = []
+    for _ in range(count):
+        one = queue.pop(now_s)
+        if one is not None:
+            queue.take(one)
+            turns.append(one)
+    return turns
 
 
 def test_cached_tokens_are_cheap_and_output_is_dear() -> None:
@@ -188,10 +194,34 @@ def test_a_turn_put_back_costs_nothing_and_keeps_its_place() -> None:
     queue = queue_of()
     first, second = push(queue, entry("a"), entry("a"))
     assert queue.pop(0) is first
+    assert queue.served("a", STANDARD) == 0
+    queue.put_back(first)
+    assert served(queue, 1) == [first]
     assert queue.served("a", STANDARD) == 100
     queue.put_back(first)
     assert queue.served("a", STANDARD) == 0
     assert served(queue, 2) == [first, second]
+    queue.give_up(first)
+    assert queue.served("a", STANDARD) == 100
+
+
+def test_turns_that_come_to_nothing_do_not_set_a_newcomer_back() -> None:
+    queue = queue_of()
+    push(queue, *(entry("noisy") for _ in range(20)))
+    served(queue, 1)
+    open_turns = [queue.pop(0) for _ in range(8)]
+    push(queue, entry("quiet"), entry("quiet"))
+    for one in open_turns:
+        assert one is not None
+        queue.put_back(one)
+    assert [one.tenant for one in served(queue, 3)].count("quiet") == 2
+
+
+def test_open_turns_are_shared_too() -> None:
+    queue = queue_of()
+    push(queue, *(entry(tenant) for tenant in ("a", "b") for _ in range(6)))
+    open_turns = [queue.pop(0) for _ in range(6)]
+    assert [one.tenant for one in open_turns if one is not None].count("a") == 3
 
 
 def test_turns_put_back_in_any_order_keep_theirs() -> None:
@@ -211,6 +241,15 @@ def test_who_is_kept_makes_no_room() -> None:
     queue.remove(other)
     late = entry(kind=INTERACTIVE)
     assert displaced(late, queue, [queue], 1) is late
+
+
+def test_what_is_ahead_of_a_newcomer() -> None:
+    queue = queue_of({"heavy": 3.0})
+    push(queue, *(entry("a", cost=10) for _ in range(2)), *(entry("b", cost=10) for _ in range(9)))
+    push(queue, *(entry("heavy", cost=10) for _ in range(9)), entry("c", INTERACTIVE, cost=7), entry("d", BATCH))
+    assert queue.cost_ahead("a", STANDARD) == 20 + 20 + 60 + 7
+    assert queue.cost_ahead("new", STANDARD) == 7
+    assert queue.cost_ahead("c", INTERACTIVE) == 7
 
 
 def test_room_is_made_by_the_least_urgent_newest_first() -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from services.common.fair_queue import RequestClass, StarvationBound
 from services.gateway.errors import ObjectiveUnmet, Overloaded, TenantLimitExceeded
-from services.gateway.fair_line import MAX_ASKS, FairLine, LineLimits, Ticket, TicketState, Wanted
+from services.gateway.fair_line import MAX_ASKS, FairLine
+from services.gateway.tickets import LineLimits, Ticket, TicketState, Wanted
 
 INTERACTIVE, STANDARD, BATCH = RequestClass
 LIMITS = LineLimits(max_waiting=100, max_tenant_waiting=50, max_wait_s=30, starvation=StarvationBound())
@@ -186,17 +187,28 @@ async def test_what_a_worker_had_accepted_is_neither_shed_nor_bound_to_its_objec
     assert accepted.refusal is None
 
 
-async def test_the_forecast_is_the_queue_over_the_rate_of_grants() -> None:
-    lines = Lines(max_tenant_waiting=1)
-    for _ in range(50):
-        ticket = lines.join("fast")
-        lines.line.granted(ticket)
-        lines.line.leave(ticket, output_tokens=10)
-    lines.block()
-    lines.join("a", INTERACTIVE)
+async def test_the_forecast_is_the_queue_over_the_rate_of_grants_while_somebody_waits() -> None:
+    lines = Lines(max_tenant_waiting=30)
+    waiting = [lines.block(), *(lines.join("a", INTERACTIVE) for _ in range(30))]
     with pytest.raises(TenantLimitExceeded) as caught:
         lines.join("a", INTERACTIVE)
-    assert caught.value.retry_after_s == 1.0, "fifty were granted in an instant, two wait"
+    assert caught.value.retry_after_s == 15.0, "nothing is known: half of the longest wait"
+    for _ in range(10):
+        lines.line.wake("m")
+        asking = next(ticket for ticket in waiting if ticket.state is TicketState.ASKING)
+        lines.line.granted(asking, predicted_ttft_s=1.0)
+    with pytest.raises(ObjectiveUnmet, match="too late behind") as late:
+        lines.join("a", INTERACTIVE, ttft_s=0.5)
+    assert late.value.retry_after_s is not None
+    assert late.value.retry_after_s >= 1.0
+    assert lines.join("a", INTERACTIVE, ttft_s=30).state is TicketState.WAITING
+
+
+async def test_who_waits_for_nobody_is_never_refused_for_its_objective() -> None:
+    lines = Lines()
+    ticket = lines.join()
+    lines.line.granted(ticket, predicted_ttft_s=1e9)
+    assert lines.join(ttft_s=0.1).state is TicketState.ASKING
 
 
 async def test_tenants_are_charged_what_was_computed() -> None:
