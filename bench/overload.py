@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.kv_table import Machine
 from bench.load_http import http_load
 from bench.overload_load import (
     Answer,
@@ -191,12 +191,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
+    machine = Machine.here()
     bench, figures = asyncio.run(measure(arguments.seconds, arguments.seed))
     print_rows(bench)
     for name, value in figures.items():
         print(f"{name:32} {value:.3f}")
     result: dict[str, Any] = {
-        "machine": {"processor": platform.processor(), "cores": os.cpu_count()},
+        "machine": asdict(machine),
         "capacity_rps": bench.capacity_rps,
         "figures": figures,
         "rows": [asdict(row) for row in bench.rows],
