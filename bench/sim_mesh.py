@@ -41,7 +41,8 @@ from services.gateway.config import GatewaySettings
 from services.router.config import RouterSettings
 from services.router.policies import POLICIES
 from services.router.simulator.job import WorkerProfile
-from services.router.simulator.simulation import Scenario, simulate
+from services.router.simulator.scenario import Scenario
+from services.router.simulator.simulation import simulate
 from services.router.simulator.summary import summarise
 from services.router.simulator.trace import compress, read_trace, repeat
 from services.worker.config import WorkerSettings

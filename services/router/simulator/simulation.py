@@ -124,7 +124,10 @@ class Simulation:
             first = entry.item
             if self.now_s - first.arrived_s > self._scenario.patience_s and not first.output_tokens:
                 self._refuse(first)
-            elif not self._place(first):
+                self._line.give_up(entry)
+            elif self._place(first):
+                self._line.take(entry)
+            else:
                 self._line.put_back(entry)
                 return
 
