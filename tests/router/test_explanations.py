@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.router.domain import Ask, AttemptId, Explanation, Placement, RefusalReason, Refused, WorkerId
+from services.router.domain import Ask, AttemptId, Explanation, Placement, Prediction, RefusalReason, Refused, WorkerId
 from services.router.explanations import KEPT_CANDIDATES, MAX_ATTEMPTS, Ended, Explanations
 
 NAMES = {row: WorkerId(f"w{row}") for row in range(40)}
@@ -29,6 +29,7 @@ def placement(scores: list[float], chosen: int) -> Placement:
         pulled_bytes=(),
         policy="predicted_ttft",
         explanation=Explanation(np.arange(len(scores)), np.array(scores), terms, chosen),
+        prediction=Prediction((), 1.0, 0.5, 0.02, 0.5, 0.02, 0.0),
     )
 
 
