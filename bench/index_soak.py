@@ -2,8 +2,9 @@
 
 A real Valkey, a router process, and locations that announce through the real announcer: each holds as much as fits,
 takes new conversations in, evicts the oldest from their ends, and now and then clears, or is killed and started again
-under a new epoch. Memory of the router and of Redis is sampled throughout; the table compares the first with the last
-third of the samples. At the end the churn stops, and the router must have exactly what the locations hold.
+under a new epoch. Once the change streams are as long as they may be, memory of the router and of Redis is sampled; the
+table compares the first with the last third of the samples. At the end the churn stops, and the router must have
+exactly what the locations hold.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rich.table import Table
 
 from bench.kv_node import running_valkey
 from bench.kv_table import Machine
-from services.common.announcer import Announcer, Tier
+from services.common.announcer import STREAM_ENTRIES, Announcer, Tier
 from services.common.blocks import BlockId
 from services.common.keys import NUM_SHARDS, KeySpace
 from services.common.redis_client import RedisClient, connect_redis
@@ -44,20 +45,21 @@ _SETTLE_DEADLINE_S = 60.0
 _QUIET_S = 6.0
 # What the last third may have more than the first.
 _MAY_GROW_SHARE, _MAY_GROW_MIB = 0.03, 2.0
-_MAX_PROMPT_BLOCKS = 200
+_MAX_PROMPT_BLOCKS = 60
+_FILL_DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much goes through what. step_s: between two conversations of one location."""
+    """How much goes through what. seconds: of samples. step_s: between two conversations of one location."""
 
     seconds: float = 180.0
     locations: int = 16
-    blocks_each: int = 4_000
-    step_s: float = 0.2
+    blocks_each: int = 2_000
+    step_s: float = 0.03
     # One step in so many is a clear, and one in so many a restart.
-    clear_every: int = 300
-    restart_every: int = 300
+    clear_every: int = 2_000
+    restart_every: int = 2_000
     sample_every_s: float = 1.0
     seed: int = 1
 
@@ -101,9 +103,9 @@ class Holder:
         """Blocks that it has now."""
         return {*self._shared_held, *(id_ for chain in self._chains for id_ in chain)}
 
-    async def run(self, until_s: float) -> None:
+    async def run(self, ended: asyncio.Event) -> None:
         """Serve conversations until then."""
-        while time.monotonic() < until_s:
+        while not ended.is_set():
             await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._plan.step_s)
             if self._random.randrange(self._plan.restart_every) == 0:
                 await self._restart()
@@ -206,11 +208,13 @@ class Soak:
         draw = random.Random(self.plan.seed)
         shared = [BlockId(draw.randbytes(16)) for _ in range(64)]
         holders = [Holder(self._client, number, self.plan, shared) for number in range(self.plan.locations)]
-        until_s = began_s + self.plan.seconds
+        ended = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for holder in holders:
-                group.create_task(holder.run(until_s))
-            group.create_task(self._sample(until_s))
+                group.create_task(holder.run(ended))
+            await self._streams_full()
+            await self._sample(time.monotonic() + self.plan.seconds)
+            ended.set()
         for holder in holders:
             await holder.flushed()
         await self._settle(len(set().union(*(holder.held for holder in holders))))
@@ -220,16 +224,24 @@ class Soak:
             setattr(self.done, name, sum(getattr(holder.done, name) for holder in holders))
         self.done.duration_s = round(time.monotonic() - began_s, 1)
 
+    async def _streams_full(self) -> None:
+        """Wait until every change stream in use has its full length."""
+        async with asyncio.timeout(_FILL_DEADLINE_S):
+            while any(0 < length < STREAM_ENTRIES for length in await self._stream_lengths()):  # noqa: ASYNC110 (Redis)
+                await asyncio.sleep(self.plan.sample_every_s)
+
+    async def _stream_lengths(self) -> list[int]:
+        return [await self._client.xlen(KeySpace().shard(number).changes) for number in range(NUM_SHARDS)]
+
     async def _sample(self, until_s: float) -> None:
         while time.monotonic() < until_s:
             await asyncio.sleep(self.plan.sample_every_s)
-            shards = [KeySpace().shard(number) for number in range(NUM_SHARDS)]
             memory = await self._client.info("memory")
             self.samples.append(
                 Sample(
                     router_rss_mib=self._router.rss_mib(),
                     redis_mib=memory["used_memory"] / _MIB,
-                    stream_entries=sum([await self._client.xlen(shard.changes) for shard in shards]),
+                    stream_entries=sum(await self._stream_lengths()),
                     index_blocks=await self._metric("kvmesh_router_index_blocks"),
                 )
             )
@@ -250,7 +262,7 @@ class Soak:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Means of a quantity in the second and the last third of the samples: in the first the locations fill up."""
+    """Means of a quantity in the first and the last third of the samples."""
 
     what: str
     before: float
@@ -267,7 +279,7 @@ def drifts(samples: list[Sample]) -> list[Drift]:
         return statistics.fmean(getattr(sample, name) for sample in part)
 
     names = [one.name for one in fields(Sample)]
-    return [Drift(name, mean(samples[third : 2 * third], name), mean(samples[-third:], name)) for name in names]
+    return [Drift(name, mean(samples[:third], name), mean(samples[-third:], name)) for name in names]
 
 
 def violations(done: Done, found: list[Drift]) -> list[str]:
@@ -312,7 +324,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found = drifts(run.samples)
-    table = Table("", "second third", "last third", "growth")
+    table = Table("", "first third", "last third", "growth")
     for one in found:
         growth = (one.after - one.before) / one.before if one.before else 0.0
         table.add_row(one.what, f"{one.before:,.1f}", f"{one.after:,.1f}", f"{growth:+.2%}")

@@ -1,7 +1,7 @@
 """NVIDIA Dynamo's index through its Python binding (`dynamo.llm.RadixTree`, PyPI `ai-dynamo-runtime`).
 
 Runs in an environment of its own with this repository on PYTHONPATH, and needs nothing else of it:
-`VENV/bin/python -m bench.router_dynamo LOCATIONS BLOCKS SAMPLES LENGTH...` prints one line of JSON.
+`VENV/bin/python -m bench.router_dynamo wall|cpu LOCATIONS BLOCKS SAMPLES LENGTH...` prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _small_events(tree: Any, workload: Workload, count: int) -> float:
     return len(events) / (time.perf_counter() - began_s)
 
 
-def measure(num_locations: int, num_blocks: int, samples: int, lengths: list[int]) -> dict[str, Any]:
+def measure(num_locations: int, num_blocks: int, samples: int, lengths: list[int], *, cpu_time: bool) -> dict[str, Any]:
     """Figures of one index; finds are by (trunk, blocks)."""
     tree_class = importlib.import_module("dynamo.llm").RadixTree
     workload = build(num_locations, num_blocks)
@@ -70,7 +70,8 @@ def measure(num_locations: int, num_blocks: int, samples: int, lengths: list[int
     finds = []
     for trunk, length in [*((False, length) for length in lengths), (True, 512)]:
         prompts = [[_number(id_) for id_ in prompt] for prompt in workload.prompts(length, samples, trunk=trunk)]
-        finds.append((trunk, length, *quantiles_us(lambda prompt: tree.find_matches(prompt).scores, prompts)))
+        quantiles = quantiles_us(lambda prompt: tree.find_matches(prompt).scores, prompts, cpu_time=cpu_time)
+        finds.append((trunk, length, *quantiles))
     return {
         "entries": entries,
         "blocks_per_s": entries / seconds,
@@ -81,5 +82,6 @@ def measure(num_locations: int, num_blocks: int, samples: int, lengths: list[int
 
 
 if __name__ == "__main__":
-    locations, blocks, samples, *lengths = map(int, sys.argv[1:])
-    print(json.dumps(measure(locations, blocks, samples, lengths)))
+    clock, *numbers = sys.argv[1:]
+    locations, blocks, samples, *lengths = map(int, numbers)
+    print(json.dumps(measure(locations, blocks, samples, lengths, cpu_time=clock == "cpu")))

@@ -92,7 +92,9 @@ def _small_announcements(replica: Replica, workload: Workload, count: int) -> fl
     return done / seconds
 
 
-def measure(num_locations: int, num_blocks: int, samples: int, lengths: list[int]) -> IndexFigures:
+def measure(
+    num_locations: int, num_blocks: int, samples: int, lengths: list[int], *, cpu_time: bool = False
+) -> IndexFigures:
     """Figures of the router's index; run it in a process of its own, so that memory is that of this index."""
     workload = build(num_locations, num_blocks)
     before_bytes = resident_bytes()
@@ -102,18 +104,21 @@ def measure(num_locations: int, num_blocks: int, samples: int, lengths: list[int
     # The router freezes nothing, but has no other objects of this number either.
     gc.freeze()
     finds = [
-        Find(trunk, length, *quantiles_us(_lookup(replica), _prompts(workload, length, samples, trunk=trunk)))
+        Find(trunk, length, *quantiles_us(_lookup(replica), prompts, cpu_time=cpu_time))
         for trunk, length in _kinds(lengths)
+        for prompts in (_prompts(workload, length, samples, trunk=trunk),)
     ]
     small = _small_announcements(replica, workload, 20_000)
     return IndexFigures(entries, entries / seconds, small, held_bytes / workload.num_blocks, finds)
 
 
-def measure_dynamo(venv: Path, num_locations: int, num_blocks: int, samples: int, lengths: list[int]) -> IndexFigures:
+def measure_dynamo(
+    venv: Path, num_locations: int, num_blocks: int, samples: int, lengths: list[int], *, cpu_time: bool = False
+) -> IndexFigures:
     """The same of Dynamo's, in the environment `venv`. Raises CalledProcessError or TimeoutExpired."""
     numbers = [str(number) for number in (num_locations, num_blocks, samples, *lengths)]
     ran = subprocess.run(
-        [venv / "bin" / "python", "-m", "bench.router_dynamo", *numbers],
+        [venv / "bin" / "python", "-m", "bench.router_dynamo", "cpu" if cpu_time else "wall", *numbers],
         env={**os.environ, "PYTHONPATH": str(_ROOT)},
         cwd=_ROOT,
         check=True,
