@@ -22,6 +22,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 from kvmesh.v1 import router_pb2, router_pb2_grpc
 
 import services.worker.engine.sim  # noqa: F401 (every worker would import it by itself)
@@ -110,7 +112,12 @@ async def measure(address: str, pids: dict[str, list[int]], rate: float, seconds
 
 
 async def _ready(stub: Any, metadata: tuple[tuple[str, str], ...]) -> int:
-    known = await stub.Describe(router_pb2.DescribeRequest(), metadata=metadata, timeout=_ASK_TIMEOUT_S)
+    try:
+        known = await stub.Describe(router_pb2.DescribeRequest(), metadata=metadata, timeout=_ASK_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        # While hundreds of processes start a router may have no time to answer; who waits has a deadline.
+        print(f"the router does not answer: {error.code().name}", file=sys.stderr)
+        return 0
     return sum(worker.ready and not worker.suspect for worker in known.workers)
 
 
