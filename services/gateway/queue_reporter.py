@@ -31,7 +31,7 @@ class QueueReporter:
         told, told_at_s = QueueReport(), float("-inf")
         while True:
             report, now_s = self._queues(), time.monotonic()
-            if report != told or now_s - told_at_s >= _UNCHANGED_EVERY_S:
+            if report != told or (report.waiting and now_s - told_at_s >= _UNCHANGED_EVERY_S):
                 self._tell(report)
                 told, told_at_s = report, now_s
             if not report.waiting:

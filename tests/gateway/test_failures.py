@@ -118,7 +118,7 @@ async def test_routers_are_told_what_waits_until_nothing_does(mesh: Mesh) -> Non
     assert (await mesh.complete())["choices"]
     mesh.router.refusal = Refusal(reason=REFUSAL_REASON_OVERLOADED, retry_after_s=3)
     calls = [asyncio.create_task(mesh.complete(prompt=prompt)) for prompt in ("one", "one two three")]
-    await eventually(lambda: mesh.router.queues and mesh.router.queues[-1].waiting[0].requests == 2)
+    await eventually(lambda: [model.requests for report in mesh.router.queues[-1:] for model in report.waiting] == [2])
     [waiting] = mesh.router.queues[-1].waiting
     assert (waiting.model, waiting.prompt_tokens) == ("smollm2-135m", 4)
     mesh.router.refusal = None
