@@ -22,13 +22,45 @@ from services.common.security import MeshSecret
 
 SECRET = "a secret for the benchmark only"
 _FIRST_TOKEN, _NUM_TOKENS = 300, 20_000
+_OUTBOX = 4096
 
 
 class PacedWorker(WorkerServicer):
-    """Sends one token a message, `step_s` apart."""
+    """Sends the tokens of each attempt one by one, `step_s` apart."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
+
+    async def Serve(
+        self, requests: AsyncIterator[worker_pb2.ServeRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.ServeBatch]:
+        """What all attempts say, as it comes."""
+        outbox: asyncio.Queue[worker_pb2.AttemptEvents] = asyncio.Queue(_OUTBOX)
+        reading = asyncio.create_task(self._read(requests, outbox))
+        try:
+            while True:
+                parts = [await outbox.get()]
+                while not outbox.empty():
+                    parts.append(outbox.get_nowait())
+                yield worker_pb2.ServeBatch(attempts=parts)
+        finally:
+            reading.cancel()
+
+    async def _read(
+        self, requests: AsyncIterator[worker_pb2.ServeRequest], outbox: asyncio.Queue[worker_pb2.AttemptEvents]
+    ) -> None:
+        running: dict[int, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            async for message in requests:
+                if message.HasField("start"):
+                    running[message.start.key] = group.create_task(self._attempt(message.start, outbox))
+                elif message.cancel in running:
+                    running.pop(message.cancel).cancel()
+
+    async def _attempt(self, start: worker_pb2.StartAttempt, outbox: asyncio.Queue[worker_pb2.AttemptEvents]) -> None:
+        async for message in self.Generate(start.request, None):
+            await outbox.put(worker_pb2.AttemptEvents(key=start.key, events=[message]))
+        await outbox.put(worker_pb2.AttemptEvents(key=start.key, end=worker_pb2.AttemptEnd()))
 
     async def Generate(
         self, request: worker_pb2.WorkerGenerateRequest, context: Any

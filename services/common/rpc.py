@@ -5,7 +5,8 @@ Certificates (mTLS) would enter here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import contextvars
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -60,11 +61,23 @@ _tracer = trace.get_tracer("kvmesh.rpc")
 
 def call_metadata(secret: MeshSecret, request_id: str = "") -> tuple[tuple[str, str], ...]:
     """Metadata of an in-mesh call: the proof of the secret, the current trace context and the request id."""
+    return ((TOKEN_METADATA, secret.rpc_token), *caller_metadata(request_id).items())
+
+
+def caller_metadata(request_id: str = "") -> dict[str, str]:
+    """The current trace context and the request id, for a call or for one of several requests on a stream."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier)
     if request_id:
         carrier[REQUEST_ID_METADATA] = request_id
-    return ((TOKEN_METADATA, secret.rpc_token), *carrier.items())
+    return carrier
+
+
+def caller_context(metadata: Mapping[str, str]) -> contextvars.Context:
+    """A context in which the trace and the request id of `metadata` are current: the other end of caller_metadata."""
+    context = contextvars.copy_context()
+    context.run(_enter, metadata)
+    return context
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -159,7 +172,7 @@ class _TraceInterceptor(_Interceptor):
         return _traced(handler, metadata)
 
 
-def _enter(metadata: dict[str, str]) -> None:
+def _enter(metadata: Mapping[str, str]) -> None:
     otel_context.attach(propagate.extract(metadata))
     if REQUEST_ID_METADATA in metadata:
         bind_contextvars(request_id=metadata[REQUEST_ID_METADATA])

@@ -1,4 +1,4 @@
-"""One prompt on its way through the mesh: ask, grant, Worker.Generate, and again elsewhere while nothing is lost by it.
+"""One prompt on its way through the mesh: ask, grant, an attempt at a worker, and again elsewhere if nothing is lost.
 
 `read` gives the worker's messages from Admitted to Completed. Every ask is a turn in the fair line; while every worker
 is full or answers STALE the prompt waits there. A worker that fails before the first token is excluded and another is
@@ -13,10 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
-import grpc.aio
 import structlog
 from kvmesh.v1.common_pb2 import CachedTokens
 from kvmesh.v1.router_pb2 import (
@@ -32,8 +30,7 @@ from kvmesh.v1.router_pb2 import (
 from kvmesh.v1.worker_pb2 import WorkerGenerateResponse
 from opentelemetry import trace
 
-from services.common.rpc import call_metadata
-from services.common.security import MeshSecret
+from services.common.rpc import caller_metadata
 from services.gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed, WorkersFull
 from services.gateway.fair_line import FairLine
 from services.gateway.metrics import GatewayMetrics
@@ -43,6 +40,7 @@ from services.gateway.retry_budget import RetryBudget
 from services.gateway.router_client import RouterClient
 from services.gateway.tickets import Ticket
 from services.gateway.worker_channels import WorkerChannels
+from services.gateway.worker_link import Attempt, AttemptEnded
 
 _tracer = trace.get_tracer("kvmesh.gateway")
 _log = structlog.get_logger("gateway.placement")
@@ -56,7 +54,6 @@ class Placement:
     line: FairLine
     retries: RetryBudget
     channels: WorkerChannels
-    secret: MeshSecret
     pulse: Pulse
     metrics: GatewayMetrics
     admit_patience_s: float
@@ -83,7 +80,7 @@ class PlacedStream:
     _waiting_since_s: float = 0.0
     _excluded: list[str] = field(default_factory=list)
     _address: str = ""
-    _call: Any = None  # grpc.aio.UnaryStreamCall; grpc-stubs type a stub's calls as the synchronous ones
+    _open: Attempt | None = None
     _admitted: bool = False
     _accepted: bool = False  # some worker has admitted it
     _cached_tokens: int = 0
@@ -95,21 +92,16 @@ class PlacedStream:
     async def read(self) -> WorkerGenerateResponse:
         """The next Admitted, tokens, finish or Completed. Raises GatewayError; nothing is to be read after either."""
         while True:
-            if self._call is None:
+            if self._open is None:
                 await self._place()
                 continue
             try:
-                message = await self._call.read()
-            except grpc.aio.AioRpcError as error:
-                self._on_status(error.code(), error.details() or "")
-                continue
-            except asyncio.CancelledError:
-                if self._stalled and not self._closed:
+                message = await self._open.read()
+            except AttemptEnded as end:
+                if self._stalled:
                     self._on_silence()
-                    continue
-                raise
-            if not isinstance(message, WorkerGenerateResponse):
-                self._fail("the worker ended the stream early")
+                else:
+                    self._on_status(end.code, end.detail)
                 continue
             self._heard_at_s = time.monotonic()
             kind = message.WhichOneof("event")
@@ -141,12 +133,15 @@ class PlacedStream:
         self._close(OUTCOME_CANCELLED)
 
     def pulse(self, now_s: float) -> None:
-        """Break off an attempt whose worker has been silent for too long."""
+        """Break off an attempt whose deadline has passed or whose worker has been silent for too long."""
+        if self._open is None:
+            return
+        if now_s >= self.job.deadline_at_s:
+            self._open.break_off(AttemptEnded(grpc.StatusCode.DEADLINE_EXCEEDED, ""))
         patience_s = self.placement.admit_patience_s * 2**self._silences
         limit_s = self.placement.stall_timeout_s if self._admitted else patience_s
-        if self._call is not None and not self._stalled and now_s - self._heard_at_s > limit_s:
+        if now_s - self._heard_at_s > limit_s and self._open.break_off(AttemptEnded(grpc.StatusCode.CANCELLED, "")):
             self._stalled = True
-            self._call.cancel()
 
     async def _place(self) -> None:
         """Take a turn and ask; without a call afterwards when every worker was full."""
@@ -171,12 +166,12 @@ class PlacedStream:
         self._heard_at_s = time.monotonic()
         self._waiting_since_s = self._waiting_since_s or self._heard_at_s
         self.worker_id, self._address = grant.worker_id, grant.worker_address
-        stub = self.placement.channels.acquire(self._address)
+        link = self.placement.channels.acquire(self._address)
         self._admitted = self._stalled = False
-        self._call = stub.Generate(
+        self._open = link.start(
             self.job.worker_request(self._attempt, grant),
-            timeout=max(0.001, self.job.deadline_at_s - self._heard_at_s),
-            metadata=call_metadata(self.placement.secret, self.job.request_id),
+            deadline_s=max(0.001, self.job.deadline_at_s - self._heard_at_s),
+            metadata=caller_metadata(self.job.request_id),
         )
         self.placement.pulse.add(self)
 
@@ -213,6 +208,8 @@ class PlacedStream:
             self._raise(InvalidRequest(details))
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED and not self.first_token_at_s:
             self._on_stale()
+        elif code == grpc.StatusCode.OK:
+            self._fail("the worker ended the stream early")
         else:
             self._fail(f"the worker failed: {code.name}")
 
@@ -265,10 +262,10 @@ class PlacedStream:
         self._leave_line()
 
     def _end_attempt(self, outcome: Outcome.ValueType, cached: CachedTokens | None = None) -> None:
-        call, self._call = self._call, None
-        if call is None:
+        attempt, self._open = self._open, None
+        if attempt is None:
             return
-        call.cancel()
+        attempt.cancel()
         if self._admitted:
             self.placement.line.wake(self.job.model)
         self.placement.pulse.discard(self)

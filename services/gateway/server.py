@@ -58,7 +58,7 @@ class GatewayServer:
         self.router = RouterClient(
             settings.routers, secret, ask_timeout_s=settings.ask_timeout_s, silence_s=settings.router_silence_s
         )
-        self.channels = WorkerChannels()
+        self.channels = WorkerChannels(secret)
         self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4), _PACED_PULSE_S)
         self._tasks: list[asyncio.Task[None]] = []
         self.core = self._build_core(settings, secret)
@@ -84,7 +84,7 @@ class GatewayServer:
         tenants = Tenants(settings.tenants_file)
         metrics = GatewayMetrics(lambda: admission.total, lambda: line.num_waiting)
         line = FairLine(_line_limits(settings), tenants.weight_of, metrics.count_refusal)
-        placement = self._placement(settings, secret, metrics, line)
+        placement = self._placement(settings, metrics, line)
         catalog = ModelCatalog(texts.values())
         pool = TextPool(
             sources,
@@ -117,15 +117,12 @@ class GatewayServer:
             default_deadline_s=settings.default_deadline_s,
         )
 
-    def _placement(
-        self, settings: GatewaySettings, secret: MeshSecret, metrics: GatewayMetrics, line: FairLine
-    ) -> Placement:
+    def _placement(self, settings: GatewaySettings, metrics: GatewayMetrics, line: FairLine) -> Placement:
         return Placement(
             router=self.router,
             line=line,
             retries=RetryBudget(burst=settings.retry_burst, per_s=settings.retry_per_s),
             channels=self.channels,
-            secret=secret,
             pulse=self.pulse,
             metrics=metrics,
             admit_patience_s=settings.admit_patience_s,

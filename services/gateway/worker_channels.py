@@ -1,14 +1,17 @@
-"""Channels to workers, one for each address, kept while used and for some time after."""
+"""Channels to workers and their Serve streams, one for each address, kept while used and for some time after."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from dataclasses import dataclass
 
 import grpc.aio
 from kvmesh.v1.worker_pb2_grpc import WorkerStub
 
 from services.common.rpc import open_channel
+from services.common.security import MeshSecret
+from services.gateway.worker_link import WorkerLink
 
 _IDLE_S = 300.0
 _SWEEP_S = 30.0
@@ -18,6 +21,7 @@ _SWEEP_S = 30.0
 class _Entry:
     channel: grpc.aio.Channel
     stub: WorkerStub
+    link: WorkerLink | None = None
     users: int = 0
     idle_since_s: float = 0.0
 
@@ -25,17 +29,22 @@ class _Entry:
 class WorkerChannels:
     """Owner of the channels. Every `acquire` is followed by one `release`."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: MeshSecret) -> None:
+        self._secret = secret
         self._entries: dict[str, _Entry] = {}
+        # Streams serve many requests: they are opened in no request's context.
+        self._context = contextvars.copy_context()
 
-    def acquire(self, address: str) -> WorkerStub:
-        """A stub for the worker at `address`."""
+    def acquire(self, address: str) -> WorkerLink:
+        """An open stream to the worker at `address`."""
         entry = self._entries.get(address)
         if entry is None:
             channel = open_channel(address)
             entry = self._entries[address] = _Entry(channel, WorkerStub(channel))
+        if entry.link is None or not entry.link.is_open:
+            entry.link = self._context.run(WorkerLink, entry.stub, self._secret)
         entry.users += 1
-        return entry.stub
+        return entry.link
 
     def release(self, address: str, now_s: float) -> None:
         """One user less."""
@@ -54,9 +63,15 @@ class WorkerChannels:
             await asyncio.sleep(_SWEEP_S)
             idle = [a for a, e in self._entries.items() if not e.users and loop.time() - e.idle_since_s > _IDLE_S]
             for address in idle:
-                await self._entries.pop(address).channel.close(None)
+                await _close(self._entries.pop(address))
 
     async def close(self) -> None:
         """Close all."""
         while self._entries:
-            await self._entries.popitem()[1].channel.close(None)
+            await _close(self._entries.popitem()[1])
+
+
+async def _close(entry: _Entry) -> None:
+    if entry.link is not None:
+        entry.link.close()
+    await entry.channel.close(None)

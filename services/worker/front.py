@@ -109,6 +109,14 @@ class Front:
         if stream.admitted:
             self.board.note_ended(stream.name)
 
+    def fail(self, stream: RequestStream, code: str, detail: str) -> None:
+        """End an open request with an error of the front's own; nothing when it has ended already."""
+        if stream.is_ended:
+            return
+        _log.warning("a request is given up", request_id=stream.name.rpartition("/")[0], code=code, detail=detail)
+        self._engine.link.send(Abort(stream.key))
+        stream.put(RequestFailed(stream.key, code, detail))
+
     def drain(self) -> None:
         """Take no more requests; open ones go on."""
         if not self.board.draining:
@@ -168,9 +176,7 @@ class Front:
             stream.admitted = True
             self.board.note_admitted(stream.name)
         if not stream.put(event) and isinstance(event, ChoiceOutput):
-            _log.warning("a stream is not read", request_id=stream.name.rpartition("/")[0])
-            self._engine.link.send(Abort(stream.key))
-            stream.put(RequestFailed(stream.key, "RESOURCE_EXHAUSTED", "the stream is read too slowly"))
+            self.fail(stream, "RESOURCE_EXHAUSTED", "the stream is read too slowly")
 
     async def _check_silence(self) -> None:
         """A child that is stopped keeps its socket open; only its silence shows."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from services.worker.messages import AdmittedRequest, ChoiceOutput, RequestFailed, RequestUsage, StaleRequest
 
@@ -23,6 +24,8 @@ class RequestStream:
         # "request_id/attempt", as load reports name it.
         self.name = name
         self.admitted = False
+        # Called at every event; `take` waits by itself.
+        self.listener: Callable[[], None] | None = None
         self._events: deque[Event] = deque()
         self._limit = limit
         self._wake = asyncio.Event()
@@ -43,6 +46,8 @@ class RequestStream:
             return False
         self._events.append(event)
         self._wake.set()
+        if self.listener is not None:
+            self.listener()
         return True
 
     async def take(self) -> list[Event]:
@@ -50,6 +55,10 @@ class RequestStream:
         while not self._events:
             self._wake.clear()
             await self._wake.wait()
+        return self.drain()
+
+    def drain(self) -> list[Event]:
+        """All events that wait."""
         events = list(self._events)
         self._events.clear()
         return events

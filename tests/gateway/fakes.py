@@ -33,8 +33,13 @@ from kvmesh.v1.router_pb2 import (
 from kvmesh.v1.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from kvmesh.v1.worker_pb2 import (
     Admitted,
+    AttemptEnd,
+    AttemptEvents,
     Completed,
+    ServeBatch,
+    ServeRequest,
     Stale,
+    StartAttempt,
     TokenChunk,
     WorkerChoiceFinish,
     WorkerGenerateRequest,
@@ -84,6 +89,10 @@ class Script:
     chunk: int = 1
 
 
+class Scripted(Exception):
+    """An attempt fails with this status, as its script says."""
+
+
 @dataclass
 class FakeWorker(WorkerServicer):
     """Answers by `script(request)`; records requests, and calls that are running."""
@@ -94,6 +103,7 @@ class FakeWorker(WorkerServicer):
     metadata: list[dict[str, str]] = field(default_factory=list)
     running: int = 0
     cancelled: int = 0
+    streams: int = 0
     server: MeshServer = field(default_factory=lambda: MeshServer("127.0.0.1:0", secret=SECRET))
 
     async def start(self) -> str:
@@ -102,24 +112,46 @@ class FakeWorker(WorkerServicer):
         self.server.add(add_WorkerServicer_to_server, self, full_name)
         return await self.server.start()
 
-    async def Generate(self, request: WorkerGenerateRequest, context: Any) -> AsyncIterator[WorkerGenerateResponse]:
-        self.requests.append(request)
-        self.metadata.append({k: str(v) for k, v in context.invocation_metadata()})
-        self.running += 1
+    async def Serve(self, requests: AsyncIterator[ServeRequest], context: Any) -> AsyncIterator[ServeBatch]:
+        self.streams += 1
+        outbox: asyncio.Queue[AttemptEvents] = asyncio.Queue()
+        tasks: dict[int, asyncio.Task[None]] = {}
+
+        async def read() -> None:
+            async for message in requests:
+                if message.HasField("start"):
+                    tasks[message.start.key] = asyncio.create_task(self._attempt(message.start, outbox))
+                elif message.cancel in tasks:
+                    tasks[message.cancel].cancel()
+
+        reading = asyncio.create_task(read())
         try:
-            async for message in self._answer(self.script(request), request, context):
-                yield message
+            while True:
+                yield ServeBatch(attempts=[await outbox.get()])
+        finally:
+            for task in (reading, *tasks.values()):
+                task.cancel()
+
+    async def _attempt(self, start: StartAttempt, outbox: asyncio.Queue[AttemptEvents]) -> None:
+        self.requests.append(start.request)
+        self.metadata.append(dict(start.metadata))
+        self.running += 1
+        end = AttemptEnd()
+        try:
+            async for message in self._answer(self.script(start.request), start.request):
+                outbox.put_nowait(AttemptEvents(key=start.key, events=[message]))
+        except Scripted as failure:
+            end = AttemptEnd(code=failure.args[0].value[0], detail="scripted")
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.running -= 1
+        outbox.put_nowait(AttemptEvents(key=start.key, end=end))
 
-    async def _answer(
-        self, script: Script, request: WorkerGenerateRequest, context: Any
-    ) -> AsyncIterator[WorkerGenerateResponse]:
+    async def _answer(self, script: Script, request: WorkerGenerateRequest) -> AsyncIterator[WorkerGenerateResponse]:
         if script.fail_before_admission is not None:
-            await context.abort(script.fail_before_admission, "scripted")
+            raise Scripted(script.fail_before_admission)
         if script.mute:
             await asyncio.Event().wait()
         if script.stale:
@@ -129,7 +161,7 @@ class FakeWorker(WorkerServicer):
         tokens = script.tokens[: request.max_tokens]
         for start in range(0, len(tokens) + 1, script.chunk):
             if script.fail_after is not None and start >= script.fail_after:
-                await context.abort(grpc.StatusCode.INTERNAL, "scripted")
+                raise Scripted(grpc.StatusCode.INTERNAL)
             if script.hang_after is not None and start >= script.hang_after:
                 await asyncio.Event().wait()
             part = tokens[start : start + script.chunk]

@@ -39,6 +39,11 @@ class WorkerStub:
                 request_serializer=kvmesh_dot_v1_dot_worker__pb2.WorkerGenerateRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_worker__pb2.WorkerGenerateResponse.FromString,
                 _registered_method=True)
+        self.Serve = channel.stream_stream(
+                '/kvmesh.v1.Worker/Serve',
+                request_serializer=kvmesh_dot_v1_dot_worker__pb2.ServeRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_worker__pb2.ServeBatch.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/kvmesh.v1.Worker/Watch',
                 request_serializer=kvmesh_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
@@ -57,6 +62,15 @@ class WorkerServicer:
     def Generate(self, request, context):
         """Runs one attempt of a request. The stream is Admitted, then tokens and finishes of its choices, then Completed;
         or one Stale and nothing else; or a gRPC status. Cancelling it releases everything within one step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Serve(self, request_iterator, context):
+        """The attempts of one caller, as many at a time as it likes, each as Generate would run it: starts and cancels go up,
+        and one message for each step of the engine comes down. A broken stream ends its attempts and no others. When the
+        caller ends its side, the stream ends with the last attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,6 +97,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=kvmesh_dot_v1_dot_worker__pb2.WorkerGenerateRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_worker__pb2.WorkerGenerateResponse.SerializeToString,
+            ),
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=kvmesh_dot_v1_dot_worker__pb2.ServeRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_worker__pb2.ServeBatch.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -122,6 +141,33 @@ class Worker:
             '/kvmesh.v1.Worker/Generate',
             kvmesh_dot_v1_dot_worker__pb2.WorkerGenerateRequest.SerializeToString,
             kvmesh_dot_v1_dot_worker__pb2.WorkerGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Serve(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvmesh.v1.Worker/Serve',
+            kvmesh_dot_v1_dot_worker__pb2.ServeRequest.SerializeToString,
+            kvmesh_dot_v1_dot_worker__pb2.ServeBatch.FromString,
             options,
             channel_credentials,
             insecure,

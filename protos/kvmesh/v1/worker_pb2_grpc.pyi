@@ -35,6 +35,11 @@ class WorkerStub:
     """Runs one attempt of a request. The stream is Admitted, then tokens and finishes of its choices, then Completed;
     or one Stale and nothing else; or a gRPC status. Cancelling it releases everything within one step.
     """
+    Serve: _grpc.StreamStreamMultiCallable[_worker_pb2.ServeRequest, _worker_pb2.ServeBatch]
+    """The attempts of one caller, as many at a time as it likes, each as Generate would run it: starts and cancels go up,
+    and one message for each step of the engine comes down. A broken stream ends its attempts and no others. When the
+    caller ends its side, the stream ends with the last attempt.
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WorkerReport]
     """Identity once, then load at least every 250 ms, and at admissions and finishes. Silence is death."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
@@ -46,6 +51,11 @@ class WorkerAsyncStub(WorkerStub):
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.WorkerGenerateRequest, _worker_pb2.WorkerGenerateResponse]  # type: ignore[assignment]
     """Runs one attempt of a request. The stream is Admitted, then tokens and finishes of its choices, then Completed;
     or one Stale and nothing else; or a gRPC status. Cancelling it releases everything within one step.
+    """
+    Serve: _aio.StreamStreamMultiCallable[_worker_pb2.ServeRequest, _worker_pb2.ServeBatch]  # type: ignore[assignment]
+    """The attempts of one caller, as many at a time as it likes, each as Generate would run it: starts and cancels go up,
+    and one message for each step of the engine comes down. A broken stream ends its attempts and no others. When the
+    caller ends its side, the stream ends with the last attempt.
     """
     Watch: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WorkerReport]  # type: ignore[assignment]
     """Identity once, then load at least every 250 ms, and at admissions and finishes. Silence is death."""
@@ -61,6 +71,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerGenerateResponse], _abc.AsyncIterator[_worker_pb2.WorkerGenerateResponse]]:
         """Runs one attempt of a request. The stream is Admitted, then tokens and finishes of its choices, then Completed;
         or one Stale and nothing else; or a gRPC status. Cancelling it releases everything within one step.
+        """
+
+    @_abc_1.abstractmethod
+    def Serve(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.ServeRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ServeBatch], _abc.AsyncIterator[_worker_pb2.ServeBatch]]:
+        """The attempts of one caller, as many at a time as it likes, each as Generate would run it: starts and cancels go up,
+        and one message for each step of the engine comes down. A broken stream ends its attempts and no others. When the
+        caller ends its side, the stream ends with the last attempt.
         """
 
     @_abc_1.abstractmethod

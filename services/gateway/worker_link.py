@@ -1,0 +1,182 @@
+"""All attempts of this gateway at one worker, over one Serve stream: each has its own inbox and its own end.
+
+The reader never waits for an attempt: one that leaves its inbox full is let go, and no other notices. When the stream
+ends, exactly its attempts end with its status. A link is used once; the next attempt opens another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import grpc
+import grpc.aio
+import structlog
+from kvmesh.v1.worker_pb2 import (
+    ServeBatch,
+    ServeRequest,
+    StartAttempt,
+    WorkerGenerateRequest,
+    WorkerGenerateResponse,
+)
+from kvmesh.v1.worker_pb2_grpc import WorkerStub
+
+from services.common.rpc import call_metadata
+from services.common.security import MeshSecret
+
+# As many as a worker keeps for a reader by default.
+_MAX_UNREAD = 1024
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_log = structlog.get_logger("gateway.worker_link")
+
+Call = grpc.aio.StreamStreamCall[ServeRequest, ServeBatch]
+
+
+class AttemptEnded(Exception):
+    """Nothing more comes of an attempt. code OK: it has said everything."""
+
+    def __init__(self, code: grpc.StatusCode, detail: str) -> None:
+        super().__init__(code, detail)
+        self.code = code
+        self.detail = detail
+
+
+class Attempt:
+    """One attempt: `read` until it ends, or `cancel`."""
+
+    __slots__ = ("_end", "_link", "_unread", "_waiter", "key")
+
+    def __init__(self, link: WorkerLink, key: int) -> None:
+        self.key = key
+        self._link = link
+        self._unread: deque[WorkerGenerateResponse] = deque()
+        self._end: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def read(self) -> WorkerGenerateResponse:
+        """The next message. Raises AttemptEnded after the last one, CancelledError after `cancel`."""
+        while not self._unread:
+            if self._end is not None:
+                raise self._end
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._unread.popleft()
+
+    def cancel(self) -> None:
+        """Have the worker release everything; ends a read in progress. Idempotent."""
+        self.break_off(asyncio.CancelledError())
+
+    def break_off(self, end: BaseException) -> bool:
+        """The same, and reads raise `end`; what is unread is dropped. False when it has ended already."""
+        if self._end is not None:
+            return False
+        self._link.forget(self.key)
+        self._unread.clear()
+        self.put((), end)
+        return True
+
+    def put(self, messages: Sequence[WorkerGenerateResponse], end: BaseException | None = None) -> None:
+        """Messages that have come, and what is raised after them when they are the last. Nothing follows an end."""
+        if self._end is not None:
+            return
+        self._unread.extend(messages)
+        if end is None and len(self._unread) > _MAX_UNREAD:
+            self._link.forget(self.key)
+            _log.warning("a stream is not read", unread=len(self._unread))
+            end = AttemptEnded(grpc.StatusCode.RESOURCE_EXHAUSTED, "the stream is read too slowly")
+        self._end = end
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class WorkerLink:
+    """Owner of one Serve stream and of the attempts on it."""
+
+    def __init__(self, stub: WorkerStub, secret: MeshSecret) -> None:
+        """Opens the stream. The current context, and so its trace, is that of the stream, not of any attempt."""
+        self._attempts: dict[int, Attempt] = {}
+        self._keys = itertools.count(1)
+        # Not sent yet; bounded by the requests in flight, each of which has one attempt at a time.
+        self._starts: dict[int, ServeRequest] = {}
+        self._cancels: list[ServeRequest] = []
+        self._wake = asyncio.Event()
+        self.is_open = True
+        self._call: Call = stub.Serve(metadata=call_metadata(secret))  # type: ignore[call-arg, assignment]
+        self._tasks = [asyncio.create_task(part()) for part in (self._receive, self._send)]
+
+    def __len__(self) -> int:
+        """Attempts that have not ended."""
+        return len(self._attempts)
+
+    def start(self, request: WorkerGenerateRequest, *, deadline_s: float, metadata: Mapping[str, str]) -> Attempt:
+        """Begin an attempt. deadline_s: seconds left. metadata: trace context and request id."""
+        key = next(self._keys)
+        attempt = self._attempts[key] = Attempt(self, key)
+        start = StartAttempt(key=key, request=request, deadline_s=deadline_s, metadata=metadata)
+        self._starts[key] = ServeRequest(start=start)
+        self._wake.set()
+        return attempt
+
+    def forget(self, key: int) -> None:
+        """Nobody wants this attempt any more. Idempotent, and nothing for one that has ended."""
+        if self._attempts.pop(key, None) is not None and self._starts.pop(key, None) is None and self.is_open:
+            self._cancels.append(ServeRequest(cancel=key))
+            self._wake.set()
+
+    def close(self) -> None:
+        """End the stream, and with it every attempt. Idempotent."""
+        self._end(grpc.StatusCode.CANCELLED, "the gateway has closed the stream")
+
+    async def _receive(self) -> None:
+        try:
+            while isinstance(batch := await self._call.read(), ServeBatch):
+                self._dispatch(batch)
+            self._end(grpc.StatusCode.UNAVAILABLE, "the worker has closed the stream")
+        except grpc.aio.AioRpcError as error:
+            self._end(error.code(), error.details() or "")
+        finally:
+            self._end(grpc.StatusCode.INTERNAL, "the stream could not be read")
+
+    def _dispatch(self, batch: ServeBatch) -> None:
+        for part in batch.attempts:
+            attempt = self._attempts.get(part.key)
+            if attempt is None:
+                continue
+            if part.HasField("end"):
+                del self._attempts[part.key]
+                code = _CODES.get(part.end.code, grpc.StatusCode.UNKNOWN)
+                attempt.put(part.events, AttemptEnded(code, part.end.detail))
+            else:
+                attempt.put(part.events)
+
+    async def _send(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while message := self._next():
+                    await self._call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The stream is over; the receiver learns why.
+            return
+
+    def _next(self) -> ServeRequest | None:
+        if self._cancels:
+            return self._cancels.pop()
+        return self._starts.pop(next(iter(self._starts))) if self._starts else None
+
+    def _end(self, code: grpc.StatusCode, detail: str) -> None:
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        attempts, self._attempts = list(self._attempts.values()), {}
+        for attempt in attempts:
+            attempt.put((), AttemptEnded(code, detail))

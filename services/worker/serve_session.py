@@ -1,0 +1,184 @@
+"""One caller's Serve stream: its attempts, and what they have to say gathered into one message.
+
+What happens while a message is being written waits in the attempts' own bounded queues and goes with the next one, so
+that a caller who reads slowly gets larger messages, and one attempt never holds up another. Whatever ends the stream
+releases every attempt of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+import grpc
+import structlog
+from kvmesh.v1 import worker_pb2
+from opentelemetry import propagate
+
+from services.common.rpc import caller_context
+from services.worker.convert import submit_message
+from services.worker.errors import Refused
+from services.worker.exchange import Exchange, attempt_names
+from services.worker.front import Front
+from services.worker.streams import RequestStream
+
+# The engine ends a request at its deadline by itself; this is for an engine that does not answer.
+DEADLINE_GRACE_S = 1.0
+# Events of one message, and refusals that its caller may leave unread.
+_BATCH_EVENTS = 2048
+_MAX_REFUSALS = 4096
+_log = structlog.get_logger()
+
+
+def submit(
+    front: Front, identity: worker_pb2.WorkerIdentity, request: worker_pb2.WorkerGenerateRequest, deadline_s: float
+) -> RequestStream:
+    """Hand an attempt to the engine, in its caller's trace. Raises Refused, counted and logged."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    traceparent = carrier.get("traceparent", "")
+    try:
+        if request.model_digest != identity.model_digest:
+            raise Refused("FAILED_PRECONDITION", "this replica serves another model")
+        return front.submit(
+            f"{request.request_id}/{request.attempt}",
+            lambda key: submit_message(request, key=key, deadline_s=deadline_s, traceparent=traceparent),
+        )
+    except Refused as refusal:
+        front.metrics.ended(refusal.code.lower())
+        _log.info("request refused", code=refusal.code, detail=refusal.detail, **attempt_names(request))
+        raise
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """context: its caller's, for spans and log lines. overdue: fires when the engine has forgotten its deadline."""
+
+    stream: RequestStream
+    exchange: Exchange
+    context: contextvars.Context
+    overdue: asyncio.TimerHandle
+
+
+class ServeSession:
+    """Attempts of one stream: `read` takes what comes up, `batches` gives what goes down, `close` releases all."""
+
+    def __init__(self, front: Front, identity: worker_pb2.WorkerIdentity, *, default_deadline_s: float) -> None:
+        self._front = front
+        self._identity = identity
+        self._default_deadline_s = default_deadline_s
+        self._attempts: dict[int, _Attempt] = {}
+        # Keys of attempts with something to tell, in the order in which they spoke.
+        self._speaking: dict[int, None] = {}
+        self._refusals: list[worker_pb2.AttemptEvents] = []
+        self._is_ending = False
+        # The caller goes on to start attempts without reading what becomes of them.
+        self.is_unread = False
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    async def read(self, requests: AsyncIterator[worker_pb2.ServeRequest]) -> None:
+        """Start and cancel as told, until the caller ends its side or reads no answers."""
+        try:
+            async for request in requests:
+                if not request.HasField("start"):
+                    self._release(request.cancel)
+                    continue
+                self._start(request.start)
+                if len(self._refusals) > _MAX_REFUSALS:
+                    self.is_unread = True
+                    return
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Nothing more will be started: `batches` ends with the last attempt."""
+        self._is_ending = True
+        self._wake.set()
+
+    async def batches(self) -> AsyncIterator[worker_pb2.ServeBatch]:
+        """What there is to tell whenever there is something; ends after `end`, with the last attempt."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch = self._take()
+            if self._speaking:
+                self._wake.set()
+            if batch.attempts:
+                yield batch
+            if self.is_unread or (self._is_ending and not self._attempts and not self._refusals):
+                return
+
+    def close(self) -> None:
+        """Release every attempt. Idempotent."""
+        for key in list(self._attempts):
+            self._release(key)
+        self._refusals.clear()
+
+    def _start(self, start: worker_pb2.StartAttempt) -> None:
+        context = caller_context(start.metadata)
+        try:
+            if start.key in self._attempts:
+                self._release(start.key)
+                raise Refused("INVALID_ARGUMENT", "two attempts have one key")
+            self._attempts[start.key] = context.run(self._submit, start, context)
+        except Refused as refusal:
+            end = worker_pb2.AttemptEnd(code=_code(refusal.code), detail=refusal.detail)
+            self._refusals.append(worker_pb2.AttemptEvents(key=start.key, end=end))
+            self._wake.set()
+
+    def _submit(self, start: worker_pb2.StartAttempt, context: contextvars.Context) -> _Attempt:
+        deadline_s = start.deadline_s or self._default_deadline_s
+        stream = submit(self._front, self._identity, start.request, deadline_s)
+        stream.listener = partial(self._speak, start.key)
+        late = partial(self._front.fail, stream, "DEADLINE_EXCEEDED", "the engine did not answer in time")
+        return _Attempt(
+            stream,
+            Exchange(start.request, self._front, self._identity.worker_id),
+            context,
+            asyncio.get_running_loop().call_later(deadline_s + DEADLINE_GRACE_S, late),
+        )
+
+    def _speak(self, key: int) -> None:
+        self._speaking[key] = None
+        self._wake.set()
+
+    def _release(self, key: int) -> None:
+        attempt = self._attempts.pop(key, None)
+        self._speaking.pop(key, None)
+        if attempt is not None:
+            attempt.overdue.cancel()
+            self._front.release(attempt.stream)
+
+    def _take(self) -> worker_pb2.ServeBatch:
+        """Everything there is to tell, as far as one message may go."""
+        batch = worker_pb2.ServeBatch(attempts=self._refusals)
+        self._refusals.clear()
+        num_events = 0
+        while self._speaking and num_events < _BATCH_EVENTS:
+            key = next(iter(self._speaking))
+            del self._speaking[key]
+            num_events += self._tell(batch.attempts.add(key=key), self._attempts[key])
+        return batch
+
+    def _tell(self, part: worker_pb2.AttemptEvents, attempt: _Attempt) -> int:
+        """Put an attempt's events into its part; how many. Releases it after its last one."""
+        events, exchange = attempt.stream.drain(), attempt.exchange
+        part.events.extend(attempt.context.run(list, exchange.responses(events)))
+        if exchange.is_over:
+            failure = exchange.failure
+            part.end.code = 0 if failure is None else _code(failure.code)
+            part.end.detail = "" if failure is None else failure.detail
+            self._release(part.key)
+        return len(events)
+
+
+def _code(name: str) -> int:
+    """The number of a gRPC status."""
+    number: int = grpc.StatusCode[name].value[0]
+    return number

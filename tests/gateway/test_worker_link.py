@@ -1,0 +1,114 @@
+"""Many attempts on one stream to a worker: they share it, and each has its own end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
+
+from services.gateway.worker_channels import WorkerChannels
+from services.gateway.worker_link import Attempt, AttemptEnded, WorkerLink
+from tests.gateway.fakes import SECRET, FakeWorker, Script
+from tests.support.waiting import eventually
+
+SCRIPTS = {
+    "short": Script(list(range(5))),
+    "hang": Script(list(range(5)), hang_after=2),
+    "long": Script(list(range(4000))),
+    "fail": Script(list(range(5)), fail_after=3),
+}
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[list[FakeWorker]]:
+    fakes = [FakeWorker(f"w{i}", lambda request: SCRIPTS[request.request_id]) for i in range(2)]
+    yield fakes
+    for fake in fakes:
+        await fake.server.stop(0)
+
+
+@pytest.fixture
+async def channels() -> AsyncIterator[WorkerChannels]:
+    channels = WorkerChannels(SECRET)
+    yield channels
+    await channels.close()
+
+
+def start(link: WorkerLink, name: str) -> Attempt:
+    request = WorkerGenerateRequest(request_id=name, num_choices=1, max_tokens=4000)
+    return link.start(request, deadline_s=30.0, metadata={"x-request-id": name})
+
+
+async def read_all(attempt: Attempt) -> tuple[list[int], AttemptEnded]:
+    """The tokens of an attempt, and its end."""
+    tokens: list[int] = []
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                message = await attempt.read()
+            except AttemptEnded as end:
+                return tokens, end
+            tokens += message.tokens.token_ids
+
+
+async def test_attempts_share_a_stream_and_end_by_themselves(
+    workers: list[FakeWorker], channels: WorkerChannels
+) -> None:
+    link = channels.acquire(await workers[0].start())
+    attempts = {name: start(link, name) for name in ("fail", "short", "hang")}
+    assert [(t, e.code) for t, e in [await read_all(attempts["short"])]] == [([0, 1, 2, 3, 4], grpc.StatusCode.OK)]
+    tokens, end = await read_all(attempts["fail"])
+    assert (tokens, end.code, end.detail) == ([0, 1, 2], grpc.StatusCode.INTERNAL, "scripted")
+    assert len(link) == workers[0].running == workers[0].streams == 1
+    reading = asyncio.create_task(read_all(attempts["hang"]))
+    await asyncio.sleep(0)
+    attempts["hang"].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await eventually(lambda: workers[0].cancelled == 1 and not workers[0].running)
+    assert len(link) == 0
+    assert workers[0].metadata[0] == {"x-request-id": "fail"}
+
+
+async def test_a_broken_stream_ends_exactly_its_attempts(workers: list[FakeWorker], channels: WorkerChannels) -> None:
+    addresses = [await worker.start() for worker in workers]
+    broken, sound = (channels.acquire(address) for address in addresses)
+    lost, kept = [start(broken, "hang") for _ in range(3)], start(sound, "hang")
+    await eventually(lambda: workers[0].running == 3 and workers[1].running == 1)
+    await workers[0].server.stop(0)
+    ends = [await read_all(attempt) for attempt in lost]
+    assert {end.code for _, end in ends} <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+    assert not broken.is_open
+    assert channels.acquire(addresses[0]) is not broken
+    assert channels.acquire(addresses[1]) is sound
+    assert (await kept.read()).HasField("admitted")
+    assert len(sound) == 1
+
+
+async def test_a_slow_reader_costs_nobody_else(workers: list[FakeWorker], channels: WorkerChannels) -> None:
+    link = channels.acquire(await workers[0].start())
+    slow = start(link, "long")
+    assert (await read_all(start(link, "short")))[1].code is grpc.StatusCode.OK
+    await eventually(lambda: not workers[0].running)
+    assert (await read_all(start(link, "short")))[1].code is grpc.StatusCode.OK
+    tokens, end = await read_all(slow)
+    assert end.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert tokens == list(range(len(tokens)))
+    assert 1000 < len(tokens) < 1500
+
+
+async def test_what_was_not_sent_is_taken_back(workers: list[FakeWorker], channels: WorkerChannels) -> None:
+    link = channels.acquire(await workers[0].start())
+    start(link, "hang").cancel()
+    assert (await read_all(start(link, "short")))[1].code is grpc.StatusCode.OK
+    assert [request.request_id for request in workers[0].requests] == ["short"]
+
+
+async def test_nobody_at_the_address(channels: WorkerChannels) -> None:
+    link = channels.acquire("127.0.0.1:1")
+    _, end = await read_all(start(link, "short"))
+    assert end.code is grpc.StatusCode.UNAVAILABLE
+    assert not link.is_open
