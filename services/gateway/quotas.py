@@ -26,6 +26,8 @@ from services.gateway.tenants import TenantPolicy
 
 LEASE_S = 15.0
 _RENEWALS_PER_LEASE = 3
+# What has ended and Redis is not told runs out with its lease.
+_MAX_ENDED = 4096
 # A request waits no longer than this for Redis; for the pause after it none waits at all.
 _ANSWER_S = 0.25
 _PAUSE_S = 1.0
@@ -185,7 +187,8 @@ class Quotas:
             async with asyncio.timeout(_ANSWER_S):
                 answer: list[Any] = await _SCRIPT(self._client, (keys.buckets, keys.leases, keys.gateways), arguments)
         except BaseException:
-            usage.ended, usage.given_back = ended + usage.ended, usage.given_back + given_back
+            usage.ended = (ended + usage.ended)[-_MAX_ENDED:]
+            usage.given_back += given_back
             raise
         if self._is_alone:
             self._is_alone = False
@@ -203,6 +206,7 @@ class Quotas:
     def _end(self, usage: _Usage, lease: str) -> None:
         usage.open.discard(lease)
         usage.ended.append(lease)
+        del usage.ended[:-_MAX_ENDED]
         self._changed.set()
 
 

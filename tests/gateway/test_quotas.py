@@ -70,6 +70,11 @@ async def admits(quotas: Quotas, policy: TenantPolicy, tokens: float = 10.0) -> 
     return True
 
 
+async def has_to_tell(quotas: Quotas, count: int) -> bool:
+    """Whether Redis has yet to hear of so many requests that have ended."""
+    return len(quotas._usages["t"].ended) == count
+
+
 async def test_who_has_no_quota_is_not_counted(pair: tuple[Quotas, Quotas]) -> None:
     assert await pair[0].charge("t", TenantPolicy(context_tokens=5), 1e9) is None
     assert await pair[0]._client.dbsize() == 0
@@ -98,6 +103,12 @@ async def test_tokens_are_charged_by_estimate_and_settled(pair: tuple[Quotas, Qu
     error = await refusal(pair[1], policy, 1)
     assert error.retry_after_s is not None
     assert error.retry_after_s > 120, "what was used beyond a minute's is owed"
+
+
+async def test_a_quota_given_later_begins_full(pair: tuple[Quotas, Quotas]) -> None:
+    pair[0].settle(await charged(pair[0], TenantPolicy(requests_per_minute=4), 5000), 5000)
+    await eventually_async(lambda: has_to_tell(pair[0], 0))
+    assert await admits(pair[0], TenantPolicy(requests_per_minute=4, tokens_per_minute=1000), 900)
 
 
 async def test_places_in_flight_are_leases(pair: tuple[Quotas, Quotas]) -> None:
@@ -162,6 +173,22 @@ async def test_redis_that_comes_back_empty_fails_no_request(pair: tuple[Quotas, 
         quotas.settle(await charged(quotas, policy), 10)
     pair[0].settle(before, 10)
     await eventually_async(lambda: admits(pair[1], policy))
+
+
+async def test_what_ends_while_redis_is_away_is_kept_in_bounds(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.quotas._MAX_ENDED", 8)
+    policy = TenantPolicy(concurrent_requests=2)
+    async with gateway(server, "g1") as quotas:
+        await quotas._client.flushall()
+        server.pause()
+        try:
+            for _ in range(20):
+                quotas.settle(await charged(quotas, policy), 10)
+            await eventually_async(lambda: has_to_tell(quotas, 8))
+        finally:
+            server.resume()
+        await eventually_async(lambda: has_to_tell(quotas, 0))
+        quotas.settle(await charged(quotas, policy), 10)
 
 
 def test_a_share_is_what_was_left_divided_by_the_gateways() -> None:

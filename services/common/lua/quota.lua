@@ -1,6 +1,7 @@
 -- Counts what one tenant uses, for all gateways: settles what has ended, renews what runs, and charges a new request
 -- when no quota is used up.
--- Requests and tokens are token buckets that hold one minute's quota and refill steadily; requests in flight are leases.
+-- Requests and tokens are token buckets that hold one minute's quota and refill steadily, and nothing is kept of one
+-- without a quota, so that a quota given later begins full; requests in flight are leases.
 -- KEYS: buckets (hash), leases (sorted set: lease -> expiry), gateways (the same)
 -- ARGV: requests per minute, tokens per minute, requests in flight (0: no quota), lease ms, tokens given back,
 --       gateway, tokens charged, lease taken ('' charges nothing), number of ended leases, ended leases..., renewed ones...
@@ -50,7 +51,10 @@ local until_full_ms = 60000
 for name, quota in pairs(per_minute) do
   if quota > 0 then until_full_ms = math.max(until_full_ms, (quota - left[name]) / quota * 60000) end
 end
-redis.call('HSET', KEYS[1], 'requests', tostring(left.requests), 'tokens', tostring(left.tokens), 'at', now)
+for name, quota in pairs(per_minute) do
+  redis.call('HSET', KEYS[1], name, quota > 0 and tostring(left[name]) or '')
+end
+redis.call('HSET', KEYS[1], 'at', now)
 redis.call('PEXPIRE', KEYS[1], math.ceil(until_full_ms))
 redis.call('PEXPIRE', KEYS[2], lease_ms)
 redis.call('ZADD', KEYS[3], now + 60000, ARGV[6])
