@@ -331,6 +331,10 @@ class WorkerTable:
         ]
         for key in overdue:
             self._end_pending(worker, key)
+        if overdue:
+            # A worker that never has the request keeps no promise to it.
+            worker.promises.end(overdue)
+            row["promised_tpot_s"] = worker.promises.tightest_s()
         self.pending_timeouts += len(overdue)
         row["pending"] = len(worker.pending)
         row["pending_tokens"] = sum(attempt.tokens for attempt in worker.pending.values())

@@ -167,7 +167,7 @@ def test_who_joins_does_not_slow_those_who_were_promised_a_pace() -> None:
     scene.grant(anybody)
 
 
-@pytest.mark.parametrize("way", ["closed", "idle"])
+@pytest.mark.parametrize("way", ["closed", "idle", "lost"])
 def test_promises_end_with_their_requests(way: str) -> None:
     scene = scene_of(replace(IDLE, running_requests=1, decoding_sequences=1, decode_step_s=0.1))
     ask = scene.ask(chain(2), tpot_objective_s=0.5)
@@ -176,8 +176,10 @@ def test_promises_end_with_their_requests(way: str) -> None:
     assert scene.table.rows["promised_tpot_s"][row] == 0.5
     if way == "closed":
         scene.table.end(WorkerId("w0"), ask.id, NOW_S)
-    else:
+    elif way == "idle":
         scene.table.report(WorkerId("w0"), replace(IDLE, admitted=(str(ask.id),)), NOW_S)
+    else:
+        scene.table.tick(NOW_S + 5.1)
     assert scene.table.rows["promised_tpot_s"][row] == math.inf
 
 
