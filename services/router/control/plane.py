@@ -55,7 +55,6 @@ class ControlPlane:
 
     async def register(self, name: str, digest: str, label: str) -> PublicModel:
         """Give a digest a label."""
-        entries.check_name(name)
         digest = digest.lower()
         if not entries.is_digest(digest):
             digest = entries.full_digest(digest, self._reported(name), f"a digest that a worker of {name} has")
@@ -95,6 +94,8 @@ class ControlPlane:
         return self._public(name, self.feed.models)
 
     async def _change(self, name: str, edit: Callable[[ModelEntry], ModelEntry]) -> PublicModel:
+        entries.check_name(name)
+
         def edited(payload: bytes | None) -> bytes:
             before = ModelEntry() if payload is None else msgspec.json.decode(payload, type=ModelEntry)
             return msgspec.json.encode(edit(before), order="deterministic")

@@ -153,4 +153,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return owner
 
     def _worker(self, worker_id: str) -> router_pb2.WorkerView:
-        return next(view for view in worker_views(self._decisions) if view.worker_id == worker_id)
+        """Raises UnknownError where it has gone meanwhile."""
+        for view in worker_views(self._decisions):
+            if view.worker_id == worker_id:
+                return view
+        raise UnknownError(f"the worker {worker_id[:100]!r} has gone")
