@@ -260,6 +260,7 @@ class FairLine:
         if shed is ticket:
             raise shed.refusal
         shed_lane.queue.remove(victim)
+        self._note_waiting(shed_lane)
         shed.changed.set()
 
     def _too_late(self, ticket: Ticket) -> GatewayError:

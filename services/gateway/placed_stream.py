@@ -158,6 +158,9 @@ class PlacedStream:
         try:
             grant = await self._granted(ticket)
         except WorkersFull as full:
+            if self._closed:
+                # Its ticket has been given back.
+                raise asyncio.CancelledError from None
             line.full(ticket, full.retry_after_s, full.room_in_s)
             return
         finally:

@@ -128,9 +128,16 @@ class ServeSession:
                 raise Refused("INVALID_ARGUMENT", "two attempts have one key")
             self._attempts[start.key] = context.run(self._submit, start, context)
         except Refused as refusal:
-            end = worker_pb2.AttemptEnd(code=_code(refusal.code), detail=refusal.detail)
-            self._refusals.append(worker_pb2.AttemptEvents(key=start.key, end=end))
-            self._wake.set()
+            self._refuse(start.key, refusal)
+        except Exception:
+            # Whatever is wrong with one start, the others of the stream go on.
+            _log.exception("attempt not started", **attempt_names(start.request))
+            self._refuse(start.key, Refused("INTERNAL", "the worker could not start the attempt"))
+
+    def _refuse(self, key: int, refusal: Refused) -> None:
+        end = worker_pb2.AttemptEnd(code=_code(refusal.code), detail=refusal.detail)
+        self._refusals.append(worker_pb2.AttemptEvents(key=key, end=end))
+        self._wake.set()
 
     def _submit(self, start: worker_pb2.StartAttempt, context: contextvars.Context) -> _Attempt:
         deadline_s = start.deadline_s or self._default_deadline_s
