@@ -173,6 +173,11 @@ def _observe(decisions: Decisions) -> None:
     observe_total(
         "kvmesh_router_pending_timeouts", "Grants that no report ever showed.", lambda: table.pending_timeouts
     )
+    observe_total(
+        "kvmesh_router_news_dropped",
+        "News that gave way to newer before it could be sent.",
+        lambda: decisions.outbox.dropped,
+    )
 
 
 if __name__ == "__main__":

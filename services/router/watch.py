@@ -27,6 +27,7 @@ from services.common.security import MeshSecret
 from services.common.step_costs import StepCosts
 from services.router.domain import HolderLinks, Identity, Load, MeasuredLink, WorkerId
 from services.router.errors import WrongWorkerError
+from services.router.policies.view import NUM_CLASSES
 from services.router.workers import WorkerTable
 
 # A stream without a report for this long is given up.
@@ -216,7 +217,7 @@ def load_of(message: worker_pb2.WorkerLoad) -> Load:
         prefill_tokens_per_s=message.prefill_tokens_per_s,
         decode_step_s=message.decode_step_s,
         queued_prefill_pairs=message.queued_prefill_pairs,
-        waiting_prefill_tokens=tuple(message.waiting_prefill_tokens),
+        waiting_prefill_tokens=(*message.waiting_prefill_tokens, *(0,) * NUM_CLASSES)[:NUM_CLASSES],
         context_tokens=message.context_tokens,
         step_tokens=message.step_tokens,
         step_costs=_step_costs_of(message.step_costs) if message.HasField("step_costs") else None,
