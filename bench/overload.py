@@ -40,8 +40,8 @@ from bench.overload_load import (
     outcome,
 )
 from services.cli.ports import free_ports
+from services.common.bearer_keys import hash_key
 from services.common.models import DEFAULT_MODEL
-from services.gateway.keys import hash_key
 
 RESULTS = Path(__file__).parent / "results" / "overload.json"
 OBJECTIVES = Objectives(ttft_s=2.0, tpot_s=0.2)

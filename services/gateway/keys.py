@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
 from pathlib import Path
 
 import structlog
 
+from services.common.bearer_keys import bearer_key
 from services.common.settings import ConfigurationError
+from services.common.watched_file import WatchedFile
 from services.gateway.errors import AuthenticationFailed
 from services.gateway.planning import Tenant
-from services.gateway.watched_file import WatchedFile
 
 DEFAULT_TENANT = Tenant("default")
 _LINE = re.compile(r"(sha256|blake2b):([0-9a-f]{64})\s+([A-Za-z0-9._-]{1,64})(?:\s+(\d{1,18}))?")
 _log = structlog.get_logger("gateway.keys")
-
-
-def new_key() -> str:
-    """A fresh API key."""
-    return f"kvm-{secrets.token_urlsafe(32)}"
-
-
-def hash_key(key: str) -> str:
-    """What stands for `key` in the file."""
-    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def parse_keys(text: str) -> dict[str, Tenant]:
@@ -54,7 +44,7 @@ class KeyRing:
 
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigurationError when the file cannot be read."""
-        self._file = None if path is None else WatchedFile(path, "keys_file", parse_keys)
+        self._file = None if path is None else WatchedFile(path, parse_keys, service="gateway", setting="keys_file")
         if path is None:
             _log.warning("no_authentication", detail="keys_file is not set: every caller is the tenant 'default'")
 
@@ -63,10 +53,10 @@ class KeyRing:
         if self._file is None:
             return DEFAULT_TENANT
         self._file.refresh(now_s)
-        scheme, _, key = authorization.strip().partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+        key = bearer_key(authorization)
+        if not key:
             raise AuthenticationFailed("an API key is needed: Authorization: Bearer KEY")
-        raw = key.strip().encode()
+        raw = key.encode()
         for name, digest in (
             ("sha256", hashlib.sha256(raw)),
             ("blake2b", hashlib.blake2b(raw, digest_size=32)),

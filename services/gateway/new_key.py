@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from services.common.bearer_keys import hash_key, new_key
 from services.common.settings import ConfigurationError, exit_on_configuration_error
-from services.gateway.keys import hash_key, new_key, parse_keys
+from services.gateway.keys import parse_keys
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit status 2 and one line when the tenant's name is not allowed."""
-    key = new_key()
+    key = new_key("kvm")
     line = f"{hash_key(key)} {' '.join(argv)}"
     try:
         parse_keys(line)

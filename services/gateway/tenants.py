@@ -29,8 +29,8 @@ import msgspec
 
 from services.common.fair_queue import RequestClass
 from services.common.settings import ConfigurationError
+from services.common.watched_file import WatchedFile
 from services.gateway.errors import InvalidRequest
-from services.gateway.watched_file import WatchedFile
 
 ClassName = Literal["interactive", "standard", "batch"]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -94,7 +94,9 @@ class Tenants:
 
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigurationError when the file cannot be read or is wrong."""
-        self._file = None if path is None else WatchedFile(path, "tenants_file", parse_tenants)
+        self._file = (
+            None if path is None else WatchedFile(path, parse_tenants, service="gateway", setting="tenants_file")
+        )
         self._default = TenantPolicy()
 
     def refresh(self, now_s: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.keys import hash_key, new_key
+from services.common.bearer_keys import hash_key, new_key
 from tests.support.completions import Completion, complete
 from tests.support.mesh import Mesh, running_mesh, scrape, total, wait_for
 
@@ -25,7 +25,7 @@ class Tenant:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.key = new_key()
+        self.key = new_key("kvm")
 
     def complete(self, mesh: Mesh, number: int, max_tokens: int = 2, **fields: Any) -> Completion:
         """A completion of one of a few long prompts."""

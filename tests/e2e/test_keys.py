@@ -7,7 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from services.gateway.keys import hash_key, new_key
+from services.common.bearer_keys import hash_key, new_key
 from tests.support.mesh import MODEL, Mesh, running_mesh, wait_for
 
 
@@ -30,7 +30,7 @@ def is_refused(mesh: Mesh, key: str) -> bool:
 
 
 def test_keys_and_tenants(tmp_path: Path) -> None:
-    first, second = new_key(), new_key()
+    first, second = new_key("kvm"), new_key("kvm")
     keys = tmp_path / "keys"
     keys.write_text(f"{hash_key(first)} one\n")
     with running_mesh(tmp_path / "state", env={"KVMESH_GATEWAY_KEYS_FILE": str(keys)}) as mesh:
@@ -49,7 +49,7 @@ def test_keys_and_tenants(tmp_path: Path) -> None:
 
 
 def test_tenants_share_no_cache(tmp_path: Path) -> None:
-    first, second = new_key(), new_key()
+    first, second = new_key("kvm"), new_key("kvm")
     keys = tmp_path / "keys"
     keys.write_text(f"{hash_key(first)} one\n{hash_key(second)} two\n")
     with running_mesh(tmp_path / "state", env={"KVMESH_GATEWAY_KEYS_FILE": str(keys)}) as mesh:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.bearer_keys import hash_key, new_key
 from services.common.blocks import block_root, cache_namespace, chain_block_ids, join_ids
 from services.common.settings import ConfigurationError, load_settings
 from services.gateway import errors
@@ -27,7 +28,7 @@ from services.gateway.errors import (
     trailing_metadata,
 )
 from services.gateway.generation import Generation
-from services.gateway.keys import KeyRing, hash_key, new_key, parse_keys
+from services.gateway.keys import KeyRing, parse_keys
 from services.gateway.new_key import main as new_key_main
 from services.gateway.output import ChoiceOutput, Delta, Finish
 from services.gateway.planning import ModelView, Tenant, make_plan
@@ -65,7 +66,7 @@ def write_keys(path: Path, *lines: str) -> None:
 
 def test_keys_map_to_tenants_and_reload(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    first, second = new_key(), new_key()
+    first, second = new_key("kvm"), new_key("kvm")
     write_keys(path, "# keys", "", f"{hash_key(first)} acme 3")
     ring = KeyRing(path)
     assert ring.tenant_of(f"Bearer {first}", 0.0) == Tenant("acme", 3)

@@ -17,8 +17,8 @@ from google.api.httpbody_pb2 import HttpBody
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvmesh.v1.openai_pb2_grpc import OpenAIStub
 
+from services.common.bearer_keys import hash_key
 from services.common.rpc import open_channel
-from services.gateway.keys import hash_key
 from services.gateway.text.text_model import TextModel
 from tests.gateway.conftest import ANSWER
 from tests.gateway.fakes import FakeRouter, FakeWorker, Script

@@ -19,8 +19,8 @@ from kvmesh.v1.common_pb2 import (
 from kvmesh.v1.inference_pb2 import GenerateRequest
 from kvmesh.v1.router_pb2 import REFUSAL_REASON_DEADLINE, REFUSAL_REASON_OVERLOADED, Ask, Refusal
 
+from services.common.bearer_keys import hash_key
 from services.common.models import resolve_model
-from services.gateway.keys import hash_key
 from services.gateway.text.text_model import TextModel
 from tests.gateway.conftest import Mesh, running_mesh
 from tests.gateway.fakes import FakeRouter, Script, served_model

@@ -17,15 +17,15 @@ _CHECK_EVERY_S = 0.5
 class WatchedFile(Generic[T]):
     """`value` is what `parse` made of the newest good version."""
 
-    def __init__(self, path: Path, setting: str, parse: Callable[[str], T]) -> None:
+    def __init__(self, path: Path, parse: Callable[[str], T], *, service: str, setting: str) -> None:
         """Raises ConfigurationError when the file cannot be read, or what `parse` raises of it.
 
-        setting: its name in messages; parse raises ConfigurationError.
+        service, setting: whose file it is, for messages; parse raises ConfigurationError.
         """
         self._path = path
-        self._setting = setting
+        self._name = f"{service}: {setting}"
         self._parse = parse
-        self._log = structlog.get_logger(f"gateway.{setting}")
+        self._log = structlog.get_logger(f"{service}.{setting}")
         self._checked_at_s = float("-inf")
         self._reported = ""
         self._stamp, self.value = self._read()
@@ -52,4 +52,4 @@ class WatchedFile(Generic[T]):
             stat = self._path.stat()
             return (stat.st_mtime_ns, stat.st_size), self._parse(self._path.read_text())
         except (OSError, UnicodeDecodeError, ConfigurationError) as error:
-            raise ConfigurationError(f"gateway: {self._setting}={self._path}: {error}") from None
+            raise ConfigurationError(f"{self._name}={self._path}: {error}") from None
