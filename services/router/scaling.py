@@ -13,6 +13,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from services.common.decaying_sum import DecayingSum
 from services.router.policies.view import FloatArray, WorkerRows
 
 _RATE_S = 30.0
@@ -38,36 +39,10 @@ class ScalingConfig:
 
 
 @dataclass(slots=True)
-class DecayingSum:
-    """A sum whose parts fade with time constant `tau_s`."""
-
-    tau_s: float
-    value: float = 0.0
-    at_s: float | None = None
-    began_s: float = 0.0
-
-    def add(self, amount: float, now_s: float) -> None:
-        """Count `amount` now."""
-        self.value = self.at(now_s) + amount
-        if self.at_s is None:
-            self.began_s = now_s
-        self.at_s = now_s
-
-    def at(self, now_s: float) -> float:
-        """What is left of the sum."""
-        return 0.0 if self.at_s is None else self.value * math.exp(-max(0.0, now_s - self.at_s) / self.tau_s)
-
-    def rate(self, now_s: float) -> float:
-        """Per second, also while the first time constant is not over."""
-        seen_s = max(_LEAST_SEEN_S, now_s - self.began_s)
-        return self.at(now_s) / (self.tau_s * -math.expm1(-seen_s / self.tau_s))
-
-
-@dataclass(slots=True)
 class Demand:
     """What has been asked of one pool lately."""
 
-    work: DecayingSum = field(default_factory=lambda: DecayingSum(_RATE_S))
+    work: DecayingSum = field(default_factory=lambda: DecayingSum(_RATE_S, _LEAST_SEEN_S))
     met: DecayingSum = field(default_factory=lambda: DecayingSum(_ATTAINMENT_S))
     judged: DecayingSum = field(default_factory=lambda: DecayingSum(_ATTAINMENT_S))
 

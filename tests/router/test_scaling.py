@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.decaying_sum import DecayingSum
 from services.router.domain import Placement, RefusalReason, Refused, WorkerId
 from services.router.gateway_queues import GatewayQueues, ModelQueue
 from services.router.lateness import Lateness
 from services.router.pools import Pools
-from services.router.scaling import DecayingSum, DesiredReplicas, ScalingConfig, backlog, needed_replicas, work_s
+from services.router.scaling import DesiredReplicas, ScalingConfig, backlog, needed_replicas, work_s
 from tests.router.scenes import IDENTITY, IDLE, NOW_S, Scene, chain
 
 CONFIG = ScalingConfig()
@@ -52,7 +53,7 @@ def test_what_is_wanted_has_been_needed_or_was_there(needs: list[int], replicas:
 
 
 def test_a_steady_rate_is_measured_as_such() -> None:
-    total = DecayingSum(30.0)
+    total = DecayingSum(30.0, 5.0)
     for second in range(200):
         total.add(2.5, float(second))
         if second >= 10:
