@@ -31,6 +31,14 @@ class RequestClass(IntEnum):
     BATCH = 3
 
 
+NUM_CLASSES = len(RequestClass)
+
+
+def class_index(priority: int) -> int:
+    """Place of a proto PriorityClass among all, the most urgent first; one that is not set counts as that."""
+    return min(max(priority, 1), NUM_CLASSES) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class StarvationBound:
     """When a class that waits gets a turn before more urgent ones."""

@@ -19,6 +19,7 @@ import grpc.aio
 import structlog
 from kvmesh.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
+from services.common.fair_queue import NUM_CLASSES
 from services.common.keys import life_key
 from services.common.redis_client import Backoff
 from services.common.registry import LocationRecord, RegistryChange
@@ -27,7 +28,6 @@ from services.common.security import MeshSecret
 from services.common.step_costs import StepCosts
 from services.router.domain import HolderLinks, Identity, Load, MeasuredLink, WorkerId
 from services.router.errors import WrongWorkerError
-from services.router.policies.view import NUM_CLASSES
 from services.router.workers import WorkerTable
 
 # A stream without a report for this long is given up.

@@ -13,13 +13,14 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from services.common.fair_queue import NUM_CLASSES, class_index
 from services.common.registry import LocationRecord
 from services.common.step_costs import StepCosts, assumed_costs
 from services.router.calibration import Pace
 from services.router.domain import AttemptId, Identity, Load, Placement, WorkerId
 from services.router.link_table import LinkTable
 from services.router.own_pauses import OwnPauses
-from services.router.policies.view import NUM_CLASSES, WORKER_ROW, IntArray, Pressure, WorkerRows
+from services.router.policies.view import WORKER_ROW, IntArray, Pressure, WorkerRows
 from services.router.promises import Promises
 from services.router.rates import StepSlope
 from services.router.recent_names import RecentNames
@@ -342,7 +343,7 @@ class WorkerTable:
         row["pending_pairs"] = sum(attempt.pairs for attempt in worker.pending.values())
         by_class = [0] * NUM_CLASSES
         for attempt in worker.pending.values():
-            by_class[min(max(attempt.priority, 1), NUM_CLASSES) - 1] += attempt.tokens
+            by_class[class_index(attempt.priority)] += attempt.tokens
         row["pending_by_class"] = by_class
 
     def _new_row(self) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from services.common.fair_queue import NUM_CLASSES, class_index
 from services.common.step_costs import pairs_of
 from services.worker.sequence import Sequence
-
-# Classes of priority, the most urgent first; a request without one counts as the most urgent, as it is served.
-NUM_CLASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +42,5 @@ def queue_state(
         expected = expected_tokens(sequence)
         tokens += expected
         pairs += pairs_of(sequence.num_tokens - expected, expected)
-        by_class[min(max(sequence.request.priority, 1), NUM_CLASSES) - 1] += expected
+        by_class[class_index(sequence.request.priority)] += expected
     return QueueState(tokens, pairs, tuple(by_class), decoding, context)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.common.fair_queue import class_index
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, WorkerRows
 
 # Prompt tokens that a step takes in however much is decoding; the worker's scheduler has the same number.
@@ -99,5 +100,5 @@ def _reported_tokens(request: PolicyRequest, rows: WorkerRows) -> tuple[FloatArr
 
 def _later(request: PolicyRequest, by_class: FloatArray) -> FloatArray:
     """Tokens of classes that the request overtakes."""
-    result: FloatArray = by_class[:, max(1, request.priority) :].sum(axis=1)
+    result: FloatArray = by_class[:, class_index(request.priority) + 1 :].sum(axis=1)
     return result

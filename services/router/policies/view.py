@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from services.common.fair_queue import NUM_CLASSES
 from services.router.policies.correction import Correction
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-# Of priority, from the most urgent on.
-NUM_CLASSES = 3
 
 # One worker. Rates are per second; *_s are seconds; host numbers the machine; slot is the worker's in the index, -1
 # where it has none.
