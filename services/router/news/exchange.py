@@ -65,6 +65,7 @@ class NewsExchange:
             group.create_task(self._receive())
 
     async def _send(self) -> None:
+        backoff = Backoff()
         while True:
             await self._outbox.filled.wait()
             await asyncio.sleep(BATCH_S)
@@ -74,9 +75,11 @@ class NewsExchange:
                 async with asyncio.timeout(COMMAND_TIMEOUT_S):
                     await self._client.xadd(self._key, {_FIELD: packed}, maxlen=_STREAM_ENTRIES, approximate=True)
                 _sent.add(len(news), {"outcome": "sent"})
+                backoff.reset()
             except REDIS_ERRORS as error:
                 self._health.lost(error)
                 _sent.add(len(news), {"outcome": "lost"})
+                await asyncio.sleep(backoff.next_s())
 
     async def _receive(self) -> None:
         backoff = Backoff()
