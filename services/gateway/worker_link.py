@@ -23,7 +23,7 @@ from kvmesh.v1.worker_pb2 import (
 )
 from kvmesh.v1.worker_pb2_grpc import WorkerStub
 
-from services.common.rpc import call_metadata
+from services.common.rpc import MAX_MESSAGE_BYTES, call_metadata
 from services.common.security import MeshSecret
 
 # As many as a worker keeps for a reader by default.
@@ -116,9 +116,15 @@ class WorkerLink:
     def start(self, request: WorkerGenerateRequest, *, deadline_s: float, metadata: Mapping[str, str]) -> Attempt:
         """Begin an attempt. deadline_s: seconds left. metadata: trace context and request id."""
         key = next(self._keys)
-        attempt = self._attempts[key] = Attempt(self, key)
+        attempt = Attempt(self, key)
         start = StartAttempt(key=key, request=request, deadline_s=deadline_s, metadata=metadata)
-        self._starts[key] = ServeRequest(start=start)
+        message = ServeRequest(start=start)
+        if message.ByteSize() > MAX_MESSAGE_BYTES:
+            # Sent, it would end the stream, and with it all attempts.
+            attempt.put((), AttemptEnded(grpc.StatusCode.INVALID_ARGUMENT, "the request is too large"))
+            return attempt
+        self._attempts[key] = attempt
+        self._starts[key] = message
         self._wake.set()
         return attempt
 

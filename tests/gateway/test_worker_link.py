@@ -9,6 +9,7 @@ import grpc
 import pytest
 from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
+from services.common.rpc import MAX_MESSAGE_BYTES
 from services.gateway.worker_channels import WorkerChannels
 from services.gateway.worker_link import Attempt, AttemptEnded, WorkerLink
 from tests.gateway.fakes import SECRET, FakeWorker, Script
@@ -98,6 +99,20 @@ async def test_a_slow_reader_costs_nobody_else(workers: list[FakeWorker], channe
     assert end.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert tokens == list(range(len(tokens)))
     assert 1000 < len(tokens) < 1500
+
+
+async def test_a_request_too_large_for_a_message_ends_alone(
+    workers: list[FakeWorker], channels: WorkerChannels
+) -> None:
+    link = channels.acquire(await workers[0].start())
+    other = start(link, "hang")
+    assert (await other.read()).HasField("admitted")
+    large = WorkerGenerateRequest(request_id="short", prompt_block_ids=bytes(MAX_MESSAGE_BYTES))
+    tokens, end = await read_all(link.start(large, deadline_s=30.0, metadata={}))
+    assert (tokens, end.code) == ([], grpc.StatusCode.INVALID_ARGUMENT)
+    assert (await read_all(start(link, "short")))[1].code is grpc.StatusCode.OK
+    assert link.is_open
+    assert len(link) == 1
 
 
 async def test_what_was_not_sent_is_taken_back(workers: list[FakeWorker], channels: WorkerChannels) -> None:
