@@ -174,20 +174,33 @@ async def test_a_drained_worker_ends_the_stream_after_its_attempts(worker: Worke
     await eventually(lambda: worker.process.poll() == 0, timeout_s=15)
 
 
-async def test_a_caller_that_reads_no_refusals_is_let_go() -> None:
-    board = LoadBoard()
-    streams = StreamTable(max_requests=4, stream_queue=4)
+def session_without_engine(board: LoadBoard, streams: StreamTable) -> ServeSession:
     front = Front(
         None, None, board=board, streams=streams, announcer=None, metrics=WorkerMetrics(board),
         child_silence_s=1.0, node_failing=lambda _: None,
     )  # type: ignore[arg-type]  # fmt: skip
-    session = ServeSession(front, worker_pb2.WorkerIdentity(worker_id="w"), default_deadline_s=1.0)
+    return ServeSession(front, worker_pb2.WorkerIdentity(worker_id="w"), default_deadline_s=1.0)
 
-    async def starts() -> AsyncIterator[worker_pb2.ServeRequest]:
-        for key in range(10_000):
-            yield worker_pb2.ServeRequest(start=worker_pb2.StartAttempt(key=key))
 
-    await session.read(starts())
+async def starts(count: int) -> AsyncIterator[worker_pb2.ServeRequest]:
+    for key in range(count):
+        yield worker_pb2.ServeRequest(start=worker_pb2.StartAttempt(key=key))
+
+
+async def test_a_start_that_breaks_ends_alone() -> None:
+    board, streams = LoadBoard(), StreamTable(max_requests=4, stream_queue=4)
+    board.ready = True
+    session = session_without_engine(board, streams)
+    await session.read(starts(10))
+    ends = [part.end.code for batch in [b async for b in session.batches()] for part in batch.attempts]
+    assert ends == [grpc.StatusCode.INTERNAL.value[0]] * 10
+    assert len(session) == len(streams) == 0
+
+
+async def test_a_caller_that_reads_no_refusals_is_let_go() -> None:
+    board, streams = LoadBoard(), StreamTable(max_requests=4, stream_queue=4)
+    session = session_without_engine(board, streams)
+    await session.read(starts(10_000))
     batches = [batch async for batch in session.batches()]
     assert session.is_unread
     assert 4000 < sum(len(batch.attempts) for batch in batches) < 5000
