@@ -118,9 +118,12 @@ async def test_routers_are_told_what_waits_until_nothing_does(mesh: Mesh) -> Non
     assert (await mesh.complete())["choices"]
     mesh.router.refusal = Refusal(reason=REFUSAL_REASON_OVERLOADED, retry_after_s=3)
     calls = [asyncio.create_task(mesh.complete(prompt=prompt)) for prompt in ("one", "one two three")]
-    await eventually(lambda: [model.requests for report in mesh.router.queues[-1:] for model in report.waiting] == [2])
-    [waiting] = mesh.router.queues[-1].waiting
-    assert (waiting.model, waiting.prompt_tokens) == ("smollm2-135m", 4)
+
+    def reported() -> list[tuple[str, int, int]]:
+        models = [model for report in list(mesh.router.queues) for model in report.waiting]
+        return [(model.model, model.requests, model.prompt_tokens) for model in models]
+
+    await eventually(lambda: ("smollm2-135m", 2, 4) in reported())
     mesh.router.refusal = None
     await asyncio.gather(*calls)
     await eventually(lambda: not mesh.router.queues[-1].waiting)
@@ -130,7 +133,7 @@ async def test_routers_are_told_what_waits_until_nothing_does(mesh: Mesh) -> Non
 
 
 async def test_a_wait_has_an_end(text_model: TextModel) -> None:
-    async with running_mesh(text_model, max_wait_s=0.3, max_waiting_requests=2) as mesh:
+    async with running_mesh(text_model, max_wait_s=1.0, max_waiting_requests=2) as mesh:
         mesh.router.refusal = Refusal(reason=REFUSAL_REASON_OVERLOADED, retry_after_s=6.5)
         status, error, trailing = await mesh.error("Completions", STREAM)
         assert (status, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "overloaded")
