@@ -15,7 +15,14 @@ import numpy as np
 
 from services.router.policies.correction import features
 from services.router.policies.engine_time import interference_s, pairs_of, work_ahead
-from services.router.policies.harm import MAX_SHARE, decode_harm_s, delay_harm_s, eviction_harm_s
+from services.router.policies.harm import (
+    MAX_SHARE,
+    answer_s,
+    decode_harm_s,
+    delay_harm_s,
+    eviction_harm_s,
+    occupancy_harm_s,
+)
 from services.router.policies.pulls import PullPlans, best_plans
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView
 
@@ -77,12 +84,11 @@ def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
     tokens = request.prompt_tokens - start
     ahead = work_ahead(request, rows)
     queue_s = ahead.seconds + _slot_wait_s(request, view)
-    # A step of the answer is everybody's.
-    step_s = rows["fixed_s"] + rows["decoding_s"] + rows["decode_slope_s"] * (rows["decoding"] + 1.0)
-    work_s = pull.prefill_s + request.expected_output_tokens * request.num_choices * step_s / (rows["decoding"] + 1.0)
+    output_s = answer_s(request, view)
     harm = {
         "decode_harm_s": decode_harm_s(request, view),
         "delay_harm_s": delay_harm_s(pull.prefill_s, queue_s, view),
+        "occupancy_harm_s": occupancy_harm_s(output_s, view),
         "eviction_harm_s": eviction_harm_s(request, view),
     }
     # What is before the request is computed while it pulls.
@@ -103,7 +109,7 @@ def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
         uncorrected_tpot_s=tpot_s,
         prefill_tokens=tokens,
         prefill_pairs=pairs_of(start, tokens),
-        work_s=work_s,
+        work_s=pull.prefill_s + output_s,
         pull=pull,
     )
 

@@ -18,6 +18,24 @@ def decode_harm_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
     return result
 
 
+def answer_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
+    """Time of the worker that the request's output takes: a step is shared by all that decode in it."""
+    rows = view.rows
+    others = rows["decoding"] + rows["waiting"] + rows["pending"]
+    step_s = rows["fixed_s"] + rows["decoding_s"] + rows["decode_slope_s"] * (others + request.num_choices)
+    result: FloatArray = request.expected_output_tokens * request.num_choices * step_s / (others + request.num_choices)
+    return result
+
+
+def occupancy_harm_s(answer_s: FloatArray, view: PolicyView) -> FloatArray:
+    """Time that others cannot have, which counts as far as workers are scarce.
+
+    A lone decode makes every chunk of a long prompt longer, and with one on each worker no worker is left that would
+    compute such a prompt in time: where work abounds, outputs that share steps leave more workers to prompts.
+    """
+    return answer_s * min(view.pressure.utilisation, 1.0)
+
+
 def delay_harm_s(work_s: FloatArray, queue_s: FloatArray, view: PolicyView) -> FloatArray:
     """Requests that arrive before the worker is idle again wait for this one's work.
 
