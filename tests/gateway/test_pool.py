@@ -16,6 +16,7 @@ from services.gateway.planning import ModelView, Tenant
 from services.gateway.request import GenerationRequest
 from services.gateway.text.pool import Job, ModelMissing, Preparer, TextPool
 from services.gateway.text.text_model import TextModel
+from services.gateway.versions import VersionView
 
 KEY = b"k" * 32
 VIEW = ModelView(
@@ -25,7 +26,8 @@ VIEW = ModelView(
 
 
 def job(text: str, model: str = VIEW.name) -> Job:
-    return Job(views={VIEW.name: VIEW}, tenant=Tenant("t"), request=GenerationRequest(model=model, prompts=[text]))
+    versions = {VIEW.name: (VersionView(VIEW, 1.0),)}
+    return Job(views=versions, tenant=Tenant("t"), request=GenerationRequest(model=model, prompts=[text]))
 
 
 @pytest.fixture
