@@ -109,10 +109,13 @@ class Link(Generic[T]):
         return messages
 
 
-def wait_links(links: list[Link[Any]], timeout_s: float) -> None:
-    """Wait until a link has something to receive (or room for what is unsent), at most `timeout_s`."""
-    unsent = [link.socket for link in links if link.has_unsent]
-    select.select([link.socket for link in links], unsent, [], timeout_s)
+def wait_links(links: Iterable[Link[Any]], timeout_s: float) -> bool:
+    """Wait until a link has something to receive (or room for what is unsent), at most `timeout_s`; whether one has."""
+    # Not select(), which knows no descriptor above 1023.
+    poll = select.poll()
+    for link in links:
+        poll.register(link.socket, select.POLLIN | (select.POLLOUT if link.has_unsent else 0))
+    return bool(poll.poll(timeout_s * 1000))
 
 
 class AsyncLink(Generic[T]):

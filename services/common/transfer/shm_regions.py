@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,9 +35,11 @@ class Region:
     """A sealed memory file and this process's mapping of it, which is `view` and may be written."""
 
     def __init__(self, descriptor: int, view: memoryview) -> None:
-        """Takes over `descriptor`. Raises OSError when the file cannot be sealed."""
+        """Takes over `descriptor`, which is closed with the region. Raises OSError when the file cannot be sealed."""
         fcntl.fcntl(descriptor, _ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE)
         self.descriptor = descriptor
+        # Peers that have the file, and views of the mapping, keep what they have.
+        weakref.finalize(self, os.close, descriptor)
         self.view = view
         self._address = _address(view)
 

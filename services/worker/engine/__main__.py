@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import select
 import signal
 import socket
 import sys
@@ -27,7 +26,7 @@ from services.worker.engine.load_progress import memory_figures
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.open import OpenReplica, open_replica
 from services.worker.engine.sampled import Sampled
-from services.worker.ipc import Link
+from services.worker.ipc import Link, wait_links
 from services.worker.link_rates import LinkRates
 from services.worker.messages import Configure, EngineFailed, EngineReady, FromFrontToEngine, Message
 from services.worker.model.errors import ModelError
@@ -116,7 +115,7 @@ def _ready(opened: OpenReplica, limits: CoreLimits, speed: Benchmark) -> EngineR
 
 def _receive_key(front: Link[Message]) -> bytes:
     """The key of block ids, from the front's first message."""
-    if not select.select([front.socket], [], [], _CONFIGURE_TIMEOUT_S)[0]:
+    if not wait_links([front], _CONFIGURE_TIMEOUT_S):
         raise TimeoutError(f"the front sent no configuration in {_CONFIGURE_TIMEOUT_S} s")
     for message in front.receive():
         if isinstance(message, Configure):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import mmap
 import os
 import signal
@@ -209,3 +210,15 @@ def test_control_messages_can_share_a_packet() -> None:
     assert [wire.decode(part) for part in wire.split(memoryview(packet))] == [wire.Ping(), wire.Taken(3, 4)]
     with pytest.raises(ProtocolViolation):
         list(wire.split(memoryview(packet + b"x")))
+
+
+def test_a_region_that_is_gone_keeps_no_descriptor() -> None:
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    regions = [create_region("kvmesh-test", 4096) for _ in range(8)]
+    assert descriptors() > before
+    regions.clear()
+    assert descriptors() <= before
