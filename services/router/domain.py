@@ -55,7 +55,6 @@ class Ask:
     deadline_s: float = 0.0
     excluded_workers: frozenset[str] = frozenset()
     policy: str = ""
-    tenant: str = ""
     priority: int = 0
     ttft_objective_s: float = 0.0
     tpot_objective_s: float = 0.0

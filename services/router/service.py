@@ -137,7 +137,6 @@ def _ask_of(message: router_pb2.Ask) -> Ask:
         deadline_s=message.deadline_s,
         excluded_workers=frozenset(message.excluded_workers),
         policy=message.policy,
-        tenant=message.tenant,
         priority=message.priority,
         ttft_objective_s=max(0.0, message.objectives.ttft_s),
         tpot_objective_s=max(0.0, message.objectives.tpot_s),
