@@ -125,7 +125,8 @@ def test_response_headers_and_log_lines_carry_the_ids(mesh: Mesh) -> None:
     wrong = urllib.request.Request(f"{mesh.url}/v1/completions", b"{}", headers)
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(wrong, timeout=60)
-    assert caught.value.headers.get_all("x-request-id") == [request_id]
+    with caught.value as refused:  # holds the connection
+        assert refused.headers.get_all("x-request-id") == [request_id]
 
     def lines() -> list[dict[str, str]]:
         return log_events(mesh.logs(), request_id)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 from kvmesh.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
 
 from tests.envoy.edge import Edge
@@ -65,7 +65,5 @@ async def test_in_mesh_services_are_not(channel: grpc.aio.Channel) -> None:
 
 async def test_nor_is_reflection(channel: grpc.aio.Channel) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    # Nothing is sent: a message that meets an ended call would hide the status.
+    assert await stub.ServerReflectionInfo(timeout=10).code() == grpc.StatusCode.UNIMPLEMENTED

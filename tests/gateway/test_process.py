@@ -31,6 +31,11 @@ def command(*flags: str) -> list[str]:
     return [sys.executable, "-m", "services.gateway", *flags]
 
 
+def _text_of(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return str(response.read(), "utf-8")
+
+
 async def test_life_of_a_process(text_model: TextModel, tmp_path: Path) -> None:
     script = Script(text_model.encode_text(ANSWER), pause_s=0.05)
     worker, router = FakeWorker("w0", lambda _: script), FakeRouter()
@@ -54,8 +59,7 @@ async def test_life_of_a_process(text_model: TextModel, tmp_path: Path) -> None:
         call = stub.Completions(body, metadata=(("authorization", "Bearer kvm-test"),), wait_for_ready=True)
         await call.initial_metadata()
         assert router.asks[0].tenant == "acme"
-        url = f"http://{started['metrics']}/metrics"
-        metrics = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+        metrics = await asyncio.to_thread(_text_of, f"http://{started['metrics']}/metrics")
         assert "\nkvmesh_gateway_inflight_requests" in metrics
         refused = [line for line in metrics.splitlines() if line.startswith("kvmesh_gateway_requests_total{")]
         assert [line for line in refused if 'code="UNAUTHENTICATED"' in line and line.endswith(" 1.0")]
