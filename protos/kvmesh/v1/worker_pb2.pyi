@@ -20,6 +20,31 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _MoveReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MoveReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MOVE_REASON_UNSPECIFIED: _MoveReason.ValueType  # 0
+    MOVE_REASON_DRAINING: _MoveReason.ValueType  # 1
+    """It is shutting down: what is left at its drain deadline ends with UNAVAILABLE."""
+    MOVE_REASON_SHORT_OF_BLOCKS: _MoveReason.ValueType  # 2
+    """Its blocks run out: the attempt would be preempted."""
+    MOVE_REASON_PRIORITY: _MoveReason.ValueType  # 3
+    """A request of a more urgent class waits for its place."""
+
+class MoveReason(_MoveReason, metaclass=_MoveReasonEnumTypeWrapper): ...
+
+MOVE_REASON_UNSPECIFIED: MoveReason.ValueType  # 0
+MOVE_REASON_DRAINING: MoveReason.ValueType  # 1
+"""It is shutting down: what is left at its drain deadline ends with UNAVAILABLE."""
+MOVE_REASON_SHORT_OF_BLOCKS: MoveReason.ValueType  # 2
+"""Its blocks run out: the attempt would be preempted."""
+MOVE_REASON_PRIORITY: MoveReason.ValueType  # 3
+"""A request of a more urgent class waits for its place."""
+Global___MoveReason: _TypeAlias = MoveReason  # noqa: Y015
+
 class _WorkerRole:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -60,6 +85,9 @@ class WorkerGenerateRequest(_message.Message):
     PULL_PLAN_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     EXPECTED_LOCAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    HOLD_S_FIELD_NUMBER: _builtins.int
+    KEEP_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model_digest: _builtins.bytes
@@ -75,6 +103,14 @@ class WorkerGenerateRequest(_message.Message):
     priority: _common_pb2.PriorityClass.ValueType
     expected_local_blocks: _builtins.int
     """Leading blocks the router believes this worker holds; those it lacks count as work that the decision did not know of."""
+    hold_s: _builtins.float
+    """More than 0: compute what is known, say Prepared, and draw nothing before a ResumeAttempt; without one within so
+    many seconds the attempt ends with ABORTED.
+    """
+    keep_s: _builtins.float
+    """More than 0: the attempt does not end with its caller. It goes on, and everything it has produced is kept for an
+    AttachAttempt, for so many seconds after its last caller has gone.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -85,6 +121,13 @@ class WorkerGenerateRequest(_message.Message):
 
     @_builtins.property
     def pull_plan(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PullStep]: ...
+    @_builtins.property
+    def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___KnownOutput]:
+        """Output that is known already, of an earlier attempt: computed like the prompt, never sent, counted in max_tokens
+        and usage. A choice that is not named has none. Where there is any, pull_plan and expected_local_blocks go over the
+        blocks of the prompt and of the known output of the first choice that is not finished.
+        """
+
     def __init__(
         self,
         *,
@@ -102,14 +145,46 @@ class WorkerGenerateRequest(_message.Message):
         pull_plan: _abc.Iterable[_common_pb2.PullStep] | None = ...,
         priority: _common_pb2.PriorityClass.ValueType = ...,
         expected_local_blocks: _builtins.int = ...,
+        known: _abc.Iterable[Global___KnownOutput] | None = ...,
+        hold_s: _builtins.float = ...,
+        keep_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_root", b"block_root", "expected_local_blocks", b"expected_local_blocks", "max_tokens", b"max_tokens", "model_digest", b"model_digest", "num_choices", b"num_choices", "owner_digest", b"owner_digest", "priority", b"priority", "prompt_block_ids", b"prompt_block_ids", "prompt_token_ids", b"prompt_token_ids", "pull_plan", b"pull_plan", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_root", b"block_root", "expected_local_blocks", b"expected_local_blocks", "hold_s", b"hold_s", "keep_s", b"keep_s", "known", b"known", "max_tokens", b"max_tokens", "model_digest", b"model_digest", "num_choices", b"num_choices", "owner_digest", b"owner_digest", "priority", b"priority", "prompt_block_ids", b"prompt_block_ids", "prompt_token_ids", b"prompt_token_ids", "pull_plan", b"pull_plan", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerGenerateRequest: _TypeAlias = WorkerGenerateRequest  # noqa: Y015
+
+@_typing.final
+class KnownOutput(_message.Message):
+    """What is known of one choice's output."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    finished: _builtins.bool
+    """Nothing more is to be drawn of it."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        finished: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finished", b"finished", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KnownOutput: _TypeAlias = KnownOutput  # noqa: Y015
 
 @_typing.final
 class WorkerGenerateResponse(_message.Message):
@@ -120,6 +195,8 @@ class WorkerGenerateResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     COMPLETED_FIELD_NUMBER: _builtins.int
+    PREPARED_FIELD_NUMBER: _builtins.int
+    MOVE_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___Admitted: ...
     @_builtins.property
@@ -130,6 +207,10 @@ class WorkerGenerateResponse(_message.Message):
     def finish(self) -> Global___WorkerChoiceFinish: ...
     @_builtins.property
     def completed(self) -> Global___Completed: ...
+    @_builtins.property
+    def prepared(self) -> Global___Prepared: ...
+    @_builtins.property
+    def move_wanted(self) -> Global___MoveWanted: ...
     def __init__(
         self,
         *,
@@ -138,12 +219,14 @@ class WorkerGenerateResponse(_message.Message):
         tokens: Global___TokenChunk | None = ...,
         finish: Global___WorkerChoiceFinish | None = ...,
         completed: Global___Completed | None = ...,
+        prepared: Global___Prepared | None = ...,
+        move_wanted: Global___MoveWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "event", b"event", "finish", b"finish", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "event", b"event", "finish", b"finish", "move_wanted", b"move_wanted", "prepared", b"prepared", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "event", b"event", "finish", b"finish", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "event", b"event", "finish", b"finish", "move_wanted", b"move_wanted", "prepared", b"prepared", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "stale", "tokens", "finish", "completed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "stale", "tokens", "finish", "completed", "prepared", "move_wanted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -193,6 +276,44 @@ class Stale(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Stale: _TypeAlias = Stale  # noqa: Y015
+
+@_typing.final
+class Prepared(_message.Message):
+    """An attempt with hold_s has computed what it knows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prepared: _TypeAlias = Prepared  # noqa: Y015
+
+@_typing.final
+class MoveWanted(_message.Message):
+    """The worker would rather not go on with this attempt; it does until it is cancelled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: Global___MoveReason.ValueType
+    def __init__(
+        self,
+        *,
+        reason: Global___MoveReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveWanted: _TypeAlias = MoveWanted  # noqa: Y015
 
 @_typing.final
 class TokenChunk(_message.Message):
@@ -281,25 +402,111 @@ class ServeRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    ATTACH_FIELD_NUMBER: _builtins.int
     cancel: _builtins.int
     """Key of an attempt that nobody wants any more; unknown ones are ignored."""
     @_builtins.property
     def start(self) -> Global___StartAttempt: ...
+    @_builtins.property
+    def resume(self) -> Global___ResumeAttempt: ...
+    @_builtins.property
+    def attach(self) -> Global___AttachAttempt: ...
     def __init__(
         self,
         *,
         start: Global___StartAttempt | None = ...,
         cancel: _builtins.int = ...,
+        resume: Global___ResumeAttempt | None = ...,
+        attach: Global___AttachAttempt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attach", b"attach", "cancel", b"cancel", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel", b"cancel", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attach", b"attach", "cancel", b"cancel", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["start", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["start", "cancel", "resume", "attach"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
 Global___ServeRequest: _TypeAlias = ServeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeAttempt(_message.Message):
+    """Draw on from here: of an attempt with hold_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    FURTHER_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    @_builtins.property
+    def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___KnownOutput]:
+        """What has become known since its start, in the terms of WorkerGenerateRequest.known: only what is new."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        further: _abc.Iterable[Global___KnownOutput] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["further", b"further", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeAttempt: _TypeAlias = ResumeAttempt  # noqa: Y015
+
+@_typing.final
+class AttachAttempt(_message.Message):
+    """Read an attempt that was started with keep_s, on this stream or another, from its Admitted on; known output is told as
+    tokens. Its other callers go on reading. NOT_FOUND where it is not kept.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    KEY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    """As in StartAttempt."""
+    request_id: _builtins.str
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "metadata", b"metadata", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachAttempt: _TypeAlias = AttachAttempt  # noqa: Y015
 
 @_typing.final
 class StartAttempt(_message.Message):
@@ -357,6 +564,8 @@ Global___StartAttempt: _TypeAlias = StartAttempt  # noqa: Y015
 
 @_typing.final
 class ServeBatch(_message.Message):
+    """At least every 250 ms while the stream has attempts; silence is death, of the engine too."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTEMPTS_FIELD_NUMBER: _builtins.int
