@@ -1,12 +1,13 @@
-"""One plot of a sweep over loads as SVG: a panel for each figure, a line for each policy. Pure."""
+"""One plot of a sweep as SVG: a row for each cluster, a panel for each figure, a line for each policy. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-_WIDTH, _HEIGHT, _MARGIN = 360, 250, 46
+from bench.policies_verdict import Point
+
+_WIDTH, _HEIGHT, _MARGIN = 320, 220, 46
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#111111", "#e377c2", "#ff7f0e")
 # Figure, what the panel is called, whether its axis is logarithmic.
 _PANELS = (
@@ -17,27 +18,21 @@ _PANELS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One run of a policy at one load."""
-
-    policy: str
-    offered_rps: float
-    figures: Mapping[str, float]
-
-
-def plot(title: str, points: Sequence[Point]) -> str:
-    """The SVG document."""
-    policies = list(dict.fromkeys(point.policy for point in points))
+def plot(title: str, sweeps: Mapping[str, Sequence[Point]]) -> str:
+    """The SVG document; sweeps: the runs of each cluster, by its title."""
+    policies = list(dict.fromkeys(point.policy for points in sweeps.values() for point in points))
     parts = [f'<text x="12" y="18" font-size="14">{title}</text>']
     for number, policy in enumerate(policies):
         x = 12 + number * 130
         parts.append(f'<line x1="{x}" y1="32" x2="{x + 18}" y2="32" stroke="{_colour(number)}" stroke-width="2"/>')
         parts.append(f'<text x="{x + 22}" y="36" font-size="11">{policy}</text>')
-    for number, (figure, name, is_log) in enumerate(_PANELS):
-        panel = _panel(points, policies, figure, name, is_log=is_log)
-        parts.append(f'<g transform="translate({number % 2 * _WIDTH},{44 + number // 2 * _HEIGHT})">{panel}</g>')
-    width, height = 2 * _WIDTH + 12, 2 * _HEIGHT + 52
+    for row, (cluster, points) in enumerate(sweeps.items()):
+        top = 58 + row * (_HEIGHT + 16)
+        parts.append(f'<text x="12" y="{top}" font-size="12" font-weight="bold">{cluster}</text>')
+        for column, (figure, name, is_log) in enumerate(_PANELS):
+            panel = _panel(points, policies, figure, name, is_log=is_log)
+            parts.append(f'<g transform="translate({column * _WIDTH},{top + 6})">{panel}</g>')
+    width, height = len(_PANELS) * _WIDTH + 12, len(sweeps) * (_HEIGHT + 16) + 64
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
     return "\n".join([head, f'<rect width="{width}" height="{height}" fill="white"/>', *parts, "</svg>\n"])
 
