@@ -5,7 +5,8 @@ requests while its queue is below the grant limit (a share of it for lower class
 still faster than the best of those below their limit: a long cached prefix is worth a wait, and that bounds the queue
 by the time the request would take elsewhere. When nobody is below, the answer is OVERLOADED and the request waits in
 its gateway. Waiting shortens a queue by no more than it shortens what is left of the objectives, so a request that no
-candidate would serve in time, queues included, is refused for good (DEADLINE).
+candidate would serve in time, queues included, is refused for good (DEADLINE). Work that was accepted before and goes on
+elsewhere is refused for no objective; it waits for room like all others.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def admissible(
     in_time = _expected_ttft_s(rows, costs, idle, forecast.margin) <= limit_s
     if not in_time.any():
         return _too_late(costs, limit_s, forecast)
-    keeps_pace = _keeps_pace(ask, rows, costs, config) | idle
+    keeps_pace = _keeps_pace(ask, rows, costs, config) | idle | ask.resumes
     queue_limit_s = config.max_queue_s * config.queue_shares.get(ask.priority, 1.0)
     below = idle | (costs.queue_s <= queue_limit_s)
     ready = in_time & keeps_pace & below
@@ -80,6 +81,8 @@ def _is_idle(rows: WorkerRows) -> BoolArray:
 
 def _time_left_s(ask: Ask) -> float:
     """Until the first token must be there."""
+    if ask.resumes:
+        return np.inf
     return min((limit_s for limit_s in (ask.ttft_objective_s, ask.deadline_s) if limit_s > 0), default=np.inf)
 
 

@@ -42,7 +42,7 @@ class Ask:
     """A request that wants a worker; block_ids are those of the prompt's full blocks.
 
     priority: a PriorityClass, 1 the most urgent, 0 unset. ttft_objective_s, tpot_objective_s: what is left of each, 0
-    for none.
+    for none. resumes: it was accepted before, and is refused for no objective, its own or others'.
     """
 
     id: AttemptId
@@ -59,6 +59,7 @@ class Ask:
     ttft_objective_s: float = 0.0
     tpot_objective_s: float = 0.0
     requires: Requirements = Requirements()
+    resumes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

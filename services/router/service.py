@@ -141,6 +141,7 @@ def _ask_of(message: router_pb2.Ask) -> Ask:
         ttft_objective_s=max(0.0, message.objectives.ttft_s),
         tpot_objective_s=max(0.0, message.objectives.tpot_s),
         requires=Requirements(message.requires.dtype, message.requires.device, message.requires.adapter),
+        resumes=message.resumes,
     )
 
 

@@ -137,6 +137,18 @@ def test_objectives_that_no_worker_keeps_refuse_until_the_work_has_drained() -> 
     assert scene.refusal(scene.ask(chain(2), ttft_objective_s=3.5)).reason is RefusalReason.DEADLINE
 
 
+def test_accepted_work_goes_on_whatever_the_objectives() -> None:
+    scene = scene_of(replace(IDLE, running_requests=8, decoding_sequences=8, decode_step_s=0.2))
+    late = scene.ask(chain(2), ttft_objective_s=0.001)
+    slow = scene.ask(chain(2), tpot_objective_s=0.1)
+    assert scene.refusal(late).reason is RefusalReason.DEADLINE
+    assert scene.refusal(slow).reason is RefusalReason.OVERLOADED
+    for ask in (late, slow, replace(slow, deadline_s=0.001)):
+        scene.grant(replace(ask, resumes=True))
+    full = scene_of(queueing(RATE))
+    assert full.refusal(replace(late, resumes=True)).reason is RefusalReason.OVERLOADED
+
+
 def test_who_decodes_too_slowly_is_no_candidate_while_others_remain() -> None:
     crowded = replace(IDLE, running_requests=8, decoding_sequences=8, decode_step_s=0.2)
     brisk = replace(IDLE, running_requests=2, decoding_sequences=2, queued_prefill_tokens=int(0.1 * RATE))
