@@ -5,8 +5,8 @@ requests while its queue is below the grant limit (a share of it for lower class
 still faster than the best of those below their limit: a long cached prefix is worth a wait, and that bounds the queue
 by the time the request would take elsewhere. When nobody is below, the answer is OVERLOADED and the request waits in
 its gateway. Waiting shortens a queue by no more than it shortens what is left of the objectives, so a request that no
-candidate would serve in time, queues included, is refused for good (DEADLINE). Work that was accepted before and goes on
-elsewhere is refused for no objective; it waits for room like all others.
+candidate would serve in time, queues included, is refused for good (DEADLINE). Work that was accepted before and goes
+on elsewhere is refused for no objective; it waits for room like all others.
 """
 
 from __future__ import annotations
