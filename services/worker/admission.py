@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common.blocks import BLOCK_TOKENS
 from services.worker.errors import Refused
 from services.worker.messages import Sampling
-from services.worker.sequence import Request, blocks_for
+from services.worker.sequence import Known, Request, Status, blocks_for
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -46,6 +47,25 @@ def check_request(request: Request, limits: SchedulerLimits, num_blocks: int) ->
     if request.is_cacheable and len(request.prompt_ids) != num_prompt // BLOCK_TOKENS:
         raise _invalid("prompt_block_ids does not match the prompt's full blocks")
     _check_sampling(request.sampling, limits.vocab_size)
+    check_known(request, request.known, limits.vocab_size)
+
+
+def check_known(request: Request, known: Mapping[int, Known], vocab_size: int) -> None:
+    """Raise Refused for output that cannot have been drawn after what is known of `request` so far."""
+    for choice, output in known.items():
+        if not 0 <= choice < request.num_choices:
+            raise _invalid(f"there is known output of choice {choice}, and {request.num_choices} are wanted")
+        sequence = request.sequences[choice] if request.sequences else None
+        if sequence is not None and sequence.status is Status.FINISHED:
+            raise _invalid(f"choice {choice} has ended before its known output")
+        num_output = len(output.tokens) + (0 if sequence is None else sequence.num_output)
+        if num_output >= request.max_tokens + output.finished:
+            raise _invalid(f"{num_output} known tokens of choice {choice} leave none of {request.max_tokens} to draw")
+        tokens = output.tokens.tolist()
+        if any(not 0 <= token < vocab_size for token in tokens):
+            raise _invalid(f"a known token is outside the vocabulary of {vocab_size}")
+        if not output.finished and not request.stop_token_ids.isdisjoint(tokens):
+            raise _invalid(f"a known token ends choice {choice}, which is to go on")
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:

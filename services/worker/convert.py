@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -14,6 +14,7 @@ from services.worker.messages import (
     ChoiceOutput,
     EngineLoad,
     HolderRun,
+    KnownOutput,
     PositionLogprob,
     RequestUsage,
     Sampling,
@@ -45,7 +46,13 @@ def submit_message(
         expected_local_blocks=request.expected_local_blocks,
         deadline_s=deadline_s,
         traceparent=traceparent,
+        known=known_outputs(request.known),
     )
+
+
+def known_outputs(known: Iterable[worker_pb2.KnownOutput]) -> list[KnownOutput]:
+    """What is known of choices, for the engine."""
+    return [KnownOutput(one.choice, np.array(one.token_ids, dtype="<u4").tobytes(), one.finished) for one in known]
 
 
 def chunk_proto(outputs: Sequence[ChoiceOutput]) -> worker_pb2.WorkerGenerateResponse:

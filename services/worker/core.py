@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from services.common.blocks import BLOCK_TOKENS, BlockId, join_ids, split_ids
+from services.common.blocks import BLOCK_TOKENS, join_ids
 from services.worker.admission import SchedulerLimits
 from services.worker.block_pool import BlockPool
 from services.worker.draws import DrawRow, Draws
@@ -37,6 +35,7 @@ from services.worker.messages import (
 )
 from services.worker.mover_messages import PinBlocks, PullCut, PullDone, PushDone, Unpin
 from services.worker.rates import Rates
+from services.worker.requests import request_of, usage_of
 from services.worker.scheduler import Advance, Chunk, Scheduler
 from services.worker.sequence import Request, Status
 from services.worker.step_fit import step_work
@@ -159,7 +158,7 @@ class EngineCore:
                 )
             )
             if advance.finish and self.scheduler.finish(sequence):
-                completed.append(_usage(sequence.request))
+                completed.append(usage_of(sequence.request))
         if choices:
             self.to_front.append(StepOutput(choices, completed))
         self.load_changed |= bool(completed)
@@ -209,7 +208,7 @@ class EngineCore:
                 raise Refused("UNAVAILABLE", "the worker is draining")
             if message.deadline_s <= 0:
                 raise Refused("DEADLINE_EXCEEDED", "the deadline passed before the request arrived")
-            request = _request(message, now)
+            request = request_of(message, now)
             hits = self.scheduler.admit(request, self.rates.prefill_tokens_per_s)
         except Refused as refusal:
             self.to_front.append(RequestFailed(message.key, refusal.code, refusal.detail))
@@ -226,18 +225,25 @@ class EngineCore:
                 reserve=self.scheduler.num_running,
                 block_compute_s=BLOCK_TOKENS / self.rates.prefill_tokens_per_s,
             )
-        planned = hits + (len(pull.slots) if pull else 0)
-        self.to_front.append(AdmittedRequest(message.key, planned * BLOCK_TOKENS))
+        cached = (hits + (len(pull.slots) if pull else 0)) * BLOCK_TOKENS
+        self.to_front.append(AdmittedRequest(message.key, min(cached, len(request.prompt))))
         self.load_changed = True
-        if pull is None:
+        if request.is_finished:
+            self._complete(request)
+        elif pull is None:
             self.scheduler.enqueue(request)
         else:
             self.to_mover.append(pull)
 
+    def _complete(self, request: Request) -> None:
+        """Nothing is left to draw of a request, and no step will say so."""
+        self.scheduler.remove(request.key)
+        self.to_front.append(StepOutput([], [usage_of(request)]))
+
     def _abort(self, key: int, now: float) -> None:
         request = self.scheduler.requests.get(key)
         if request is not None and request.prefilled:
-            self.to_front.append(RequestAborted(_usage(request), now - request.arrival_s, request.traceparent))
+            self.to_front.append(RequestAborted(usage_of(request), now - request.arrival_s, request.traceparent))
         self._remove(key)
 
     def _enqueue_pulled(self, request: Request | None) -> None:
@@ -270,47 +276,3 @@ class EngineCore:
         if adds or removes:
             self.transfers.pushes.forget(removes)
             self.to_front.append(BlockChanges(join_ids(adds), join_ids(removes)))
-
-
-def _request(message: Submit, now: float) -> Request:
-    """The request of a message; ids that are no whole ids refuse it."""
-    try:
-        prompt_ids = split_ids(message.prompt_block_ids)
-        prompt = np.frombuffer(message.prompt, dtype="<u4").astype(np.int32)
-    except ValueError as error:
-        raise Refused("INVALID_ARGUMENT", str(error)) from None
-    return Request(
-        key=message.key,
-        request_id=message.request_id,
-        prompt=prompt,
-        block_root=BlockId(message.block_root),
-        prompt_ids=prompt_ids if message.block_root else [],
-        owner_digest=message.owner_digest,
-        sampling=message.sampling,
-        num_choices=message.num_choices,
-        max_tokens=message.max_tokens,
-        stop_token_ids=frozenset(message.stop_token_ids),
-        pull_plan=message.pull_plan,
-        priority=message.priority,
-        expected_local_blocks=message.expected_local_blocks,
-        arrival_s=now,
-        deadline_s=now + message.deadline_s,
-        traceparent=message.traceparent,
-    )
-
-
-def _usage(request: Request) -> RequestUsage:
-    first_step_s = request.first_step_s if request.first_step_s is not None else request.arrival_s
-    cached = request.cached_tokens
-    return RequestUsage(
-        key=request.key,
-        prompt_tokens=len(request.prompt),
-        output_tokens=request.output_tokens,
-        cached_local=cached.get("local", 0),
-        cached_peer=cached.get("peer", 0),
-        cached_ram=cached.get("ram", 0),
-        cached_ssd=cached.get("ssd", 0),
-        queue_s=max(0.0, first_step_s - request.arrival_s - request.pull_s),
-        pull_s=request.pull_s,
-        prefill_s=max(0.0, request.prefill_end_s - first_step_s),
-    )

@@ -52,6 +52,14 @@ class HolderRun(msgspec.Struct, frozen=True, array_like=True):
         return self.kind, self.location_id, self.epoch
 
 
+class KnownOutput(msgspec.Struct, frozen=True, array_like=True):
+    """Output of one choice that is known already. finished: nothing more is to be drawn of it."""
+
+    choice: int
+    token_ids: bytes
+    finished: bool = False
+
+
 class Submit(Message, frozen=True):
     """Admit one attempt. `key` is unique for the life of the worker and names it in every later message.
 
@@ -73,6 +81,7 @@ class Submit(Message, frozen=True):
     expected_local_blocks: int
     deadline_s: float
     traceparent: str
+    known: list[KnownOutput] = []
 
 
 class Abort(Message, frozen=True):
@@ -193,7 +202,7 @@ class ChoiceOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestUsage(msgspec.Struct, frozen=True, array_like=True):
-    """Final figures of a request; the cached ones are tokens by tier."""
+    """Final figures of a request; the cached ones are tokens by tier. known_tokens: of the output, not drawn here."""
 
     key: int
     prompt_tokens: int
@@ -205,6 +214,7 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True):
     queue_s: float
     pull_s: float
     prefill_s: float
+    known_tokens: int = 0
 
 
 class StepOutput(Message, frozen=True):

@@ -74,7 +74,7 @@ class WorkerMetrics:
     def served(self, usage: RequestUsage) -> None:
         """What was done for a request, whether or not its reader stayed to the end."""
         self._prompt_tokens.add(usage.prompt_tokens)
-        self._output_tokens.add(usage.output_tokens)
+        self._output_tokens.add(usage.output_tokens - usage.known_tokens)
         for tier, tokens in cached_by_tier(usage).items():
             self._cached_tokens.add(tokens, {"tier": tier})
         self._queue_s.record(usage.queue_s)

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.blocks import BLOCK_TOKENS, BlockId, next_block_id
+from services.common.blocks import BLOCK_TOKENS, chain_block_ids, next_block_id
 from services.worker.admission import SchedulerLimits, check_request
+from services.worker.ahead import Ahead, check_queue
 from services.worker.block_pool import BlockPool
-from services.worker.errors import QueueFull, Refused
+from services.worker.errors import Refused
 from services.worker.queue_state import QueueState, queue_state
 from services.worker.sequence import Request, Sequence, Status, blocks_for
 
@@ -75,31 +76,30 @@ class Scheduler:
     @property
     def queue(self) -> QueueState:
         """What is before the engine now."""
-        return queue_state(self._running, self._waiting, self._expected_tokens)
+        return queue_state(self._running, self._waiting, self._ahead.expected_tokens)
 
     def admit(self, request: Request, prefill_tokens_per_s: float) -> int:
         """Give `request` its place, with sequences that do not wait yet (`enqueue`).
 
-        Returns the leading prompt blocks that the pool has. Raises Refused when it could never be served and
+        Returns the leading blocks that the pool has of the leader's. Raises Refused when it could never be served and
         QueueFull when the queue is too long for it; nothing is kept of it then.
         """
         if request.key in self.requests:
             raise Refused("ALREADY_EXISTS", "this attempt is being served already")
         check_request(request, self._limits, self._pool.num_blocks)
-        hits = len(self._pool.match(request.prompt_ids[: request.max_hit_blocks])) if self._limits.prefix_cache else 0
-        self._check_queue(request, hits, prefill_tokens_per_s)
         self._arrivals += 1
-        request.sequences = [Sequence(request, choice, self._arrivals) for choice in range(request.num_choices)]
-        for sequence in request.sequences:
-            sequence.status = Status.PULLING
+        request.sequences = [self._sequence(request, choice) for choice in range(request.num_choices)]
+        hits = len(self._pool.match(request.hit_ids)) if self._limits.prefix_cache else 0
+        check_queue(self._ahead, request, hits, self._limits.max_queue_s * prefill_tokens_per_s)
         self.requests[request.key] = request
         return hits
 
     def enqueue(self, request: Request) -> None:
         """Let the sequences of an admitted request be scheduled."""
         for sequence in request.sequences:
-            sequence.status = Status.WAITING
-            bisect.insort(self._waiting, sequence, key=_order)
+            if sequence.status is Status.PULLING:
+                sequence.status = Status.WAITING
+                bisect.insort(self._waiting, sequence, key=_order)
 
     def remove(self, key: int) -> Request | None:
         """Forget a request and release all its sequences hold; None when it is not here. Idempotent."""
@@ -133,52 +133,28 @@ class Scheduler:
             if chunk.sequence.status is Status.RUNNING
         ]
 
-    def _check_queue(self, request: Request, hits: int, prefill_tokens_per_s: float) -> None:
-        """Work that waits is bounded; so is work the decision did not know of. An idle worker takes anything."""
-        if not self.requests:
-            return
-        places, blocks, excess = self._room()
-        tokens = len(request.prompt) - hits * BLOCK_TOKENS
-        if request.num_choices > places or blocks_for(tokens) + request.num_choices - 1 > blocks:
-            excess += tokens
-        else:
-            excess = 0
-        excess += max(0, request.expected_local_blocks - hits) * BLOCK_TOKENS
-        if excess > self._limits.max_queue_s * prefill_tokens_per_s:
-            raise QueueFull
+    @property
+    def _ahead(self) -> Ahead:
+        return Ahead(self.requests.values(), self._running, self._waiting, self._pool, self._limits)
 
-    def _room(self) -> tuple[int, int, int]:
-        """Places and blocks left once everything admitted that can run does, and the tokens of what cannot."""
-        sequences = [s for request in self.requests.values() for s in request.sequences]
-        pulling = sum(sequence.status is Status.PULLING for sequence in sequences)
-        places = self._limits.max_running - len(self._running) - pulling
-        blocks, queued = self._pool.num_available, 0
-        for sequence in self._waiting:
-            tokens = self._expected_tokens(sequence)
-            if places > 0 and blocks_for(tokens) <= blocks:
-                places -= 1
-                blocks -= blocks_for(tokens)
-            else:
-                queued += tokens
-        return places, blocks, queued
-
-    def _expected_tokens(self, sequence: Sequence) -> int:
-        """Tokens that a waiting sequence will have computed: siblings of a leader hit its blocks."""
-        if not self._limits.prefix_cache:
-            return sequence.num_missing
-        hits = len(self._pool.match(self._hit_ids(sequence)))
-        if sequence.choice and not sequence.request.prefilled:
-            hits = len(self._hit_ids(sequence))
-        return sequence.num_missing - hits * BLOCK_TOKENS
-
-    def _hit_ids(self, sequence: Sequence) -> list[BlockId]:
-        return sequence.block_ids[: (sequence.num_tokens - 1) // BLOCK_TOKENS]
+    def _sequence(self, request: Request, choice: int) -> Sequence:
+        """A choice with the ids of all full blocks that are known of it; it does not wait yet."""
+        sequence, known = Sequence(request, choice, self._arrivals), request.known.get(choice)
+        if known is not None and known.finished:
+            sequence.status = Status.FINISHED
+            return sequence
+        sequence.status = Status.PULLING
+        if request.is_cacheable and sequence.num_output:
+            parent, first = (sequence.block_ids or [request.block_root])[-1], len(sequence.block_ids) * BLOCK_TOKENS
+            rest = sequence.tokens[first : sequence.num_tokens].astype(np.uint32)
+            sequence.block_ids += chain_block_ids(self._block_key, parent, rest)
+        return sequence
 
     def _prefills(self, now: float) -> Iterator[Sequence]:
         """Running prefills, then waiting sequences as they start, while there is room."""
         yield from [s for s in self._running if s.num_missing > 1]
         while len(self._running) < self._limits.max_running:
-            index = next((i for i, s in enumerate(self._waiting) if not s.choice or s.request.prefilled), None)
+            index = next((i for i, s in enumerate(self._waiting) if s.request.prefilled or s is s.request.leader), None)
             if index is None or not self._start(self._waiting[index], now):
                 # Nobody overtakes a sequence that lacks blocks, or it might wait for ever.
                 return
@@ -189,7 +165,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, now: float) -> bool:
         """Take hits and slots for all known tokens; False, and nothing taken, when blocks are missing."""
         pool, request = self._pool, sequence.request
-        hits = pool.match(self._hit_ids(sequence)) if self._limits.prefix_cache else []
+        hits = pool.match(sequence.hit_ids) if self._limits.prefix_cache else []
         needed = blocks_for(sequence.num_tokens) - len(hits)
         # Running sequences need a block each before long: starting without a reserve would preempt at once.
         if needed + len(self._running) > pool.num_available - pool.count_unreferenced(hits):
@@ -203,9 +179,8 @@ class Scheduler:
         sequence.status = Status.RUNNING
         if request.first_step_s is None:
             request.first_step_s = now
-            for index in range(len(hits)):
-                tier = request.pulled_tiers.get(index, "local")
-                request.cached_tokens[tier] = request.cached_tokens.get(tier, 0) + BLOCK_TOKENS
+            _count_cached(request, len(hits))
+        self._note_prefilled(sequence, now)
         return True
 
     def _ensure_slot(self, sequence: Sequence) -> bool:
@@ -234,9 +209,7 @@ class Scheduler:
         sequence, request = chunk.sequence, chunk.sequence.request
         sequence.num_computed = chunk.start + chunk.length
         completed_slot = self._register_full_blocks(sequence)
-        if sequence.num_computed >= sequence.num_prompt and not request.prefilled:
-            request.prefilled = True
-            request.prefill_end_s = now
+        self._note_prefilled(sequence, now)
         if token is None:
             return Advance(sequence, None, "", completed_slot)
         sequence.tokens[sequence.num_tokens] = token
@@ -248,6 +221,12 @@ class Scheduler:
         elif sequence.num_output >= request.max_tokens:
             finish = "length"
         return Advance(sequence, token, finish, completed_slot)
+
+    def _note_prefilled(self, sequence: Sequence, now: float) -> None:
+        request = sequence.request
+        if not request.prefilled and sequence.num_computed >= sequence.num_prompt:
+            request.prefilled = True
+            request.prefill_end_s = now
 
     def finish(self, sequence: Sequence) -> bool:
         """End a choice; True when it was the last of its request, which is forgotten then."""
@@ -281,6 +260,15 @@ class Scheduler:
                 sequence.replace_slot(index, slot)
         sequence.num_registered = end
         return sequence.slots[end - 1] if end > first else None
+
+
+def _count_cached(request: Request, hits: int) -> None:
+    """The first step of `request` starts after so many blocks; what they hold of the prompt is told by tier."""
+    num_prompt = len(request.prompt)
+    for index in range(min(hits, blocks_for(num_prompt))):
+        tier = request.pulled_tiers.get(index, "local")
+        tokens = min(BLOCK_TOKENS, num_prompt - index * BLOCK_TOKENS)
+        request.cached_tokens[tier] = request.cached_tokens.get(tier, 0) + tokens
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

@@ -33,6 +33,14 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Output of a choice that another attempt has drawn. finished: nothing more is drawn of it."""
+
+    tokens: Int32Array
+    finished: bool
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One attempt of a request, times in seconds of the caller's clock.
@@ -56,15 +64,20 @@ class Request:
     arrival_s: float
     deadline_s: float
     traceparent: str = ""
+    # By choice; those that are not named begin with nothing.
+    known: dict[int, Known] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
-    # Tier of the prompt blocks that a pull brought, by block index.
+    # Tier of the blocks that a pull brought, by block index.
     pulled_tiers: dict[int, str] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    # The prompt has been computed; siblings of the leader hit its blocks from now on.
     prefilled: bool = False
     pull_s: float = 0.0
     first_step_s: float | None = None
     prefill_end_s: float = 0.0
+    # Of all choices, known ones included, and those alone.
     output_tokens: int = 0
+    known_tokens: int = 0
 
     @property
     def is_cacheable(self) -> bool:
@@ -72,9 +85,15 @@ class Request:
         return bool(self.block_root)
 
     @property
-    def max_hit_blocks(self) -> int:
-        """Most prompt blocks worth having: the last prompt token is always computed, for its logits."""
-        return min(len(self.prompt_ids), (len(self.prompt) - 1) // BLOCK_TOKENS)
+    def leader(self) -> Sequence | None:
+        """The first choice that has not ended: it is computed first, and the pull plan is of its blocks."""
+        return next((s for s in self.sequences if s.status is not Status.FINISHED), None)
+
+    @property
+    def hit_ids(self) -> list[BlockId]:
+        """Ids of the leader's blocks that are worth having."""
+        leader = self.leader
+        return [] if leader is None else leader.hit_ids
 
     @property
     def is_finished(self) -> bool:
@@ -100,7 +119,7 @@ class Sequence:
     )
 
     def __init__(self, request: Request, choice: int, order: int) -> None:
-        prompt = request.prompt
+        prompt, known = request.prompt, request.known.get(choice)
         self.request = request
         self.choice = choice
         self.order = (request.priority, order, choice)
@@ -114,6 +133,18 @@ class Sequence:
         # `slots` as the runner wants them.
         self.table = np.full(blocks_for(len(self.tokens)), -1, dtype=np.int32)
         self.status = Status.WAITING
+        if known is not None:
+            self.append(known)
+
+    def append(self, known: Known) -> None:
+        """Output that was drawn elsewhere goes on from what is known so far."""
+        start, self.num_tokens = self.num_tokens, self.num_tokens + len(known.tokens)
+        self.tokens[start : self.num_tokens] = known.tokens
+
+    @property
+    def hit_ids(self) -> list[BlockId]:
+        """Ids of the blocks worth having: the last known token is always computed, for its logits."""
+        return self.block_ids[: (self.num_tokens - 1) // BLOCK_TOKENS]
 
     @property
     def num_prompt(self) -> int:

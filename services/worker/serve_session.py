@@ -8,7 +8,9 @@ releases every attempt of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +29,8 @@ from services.worker.streams import RequestStream
 
 # The engine ends a request at its deadline by itself; this is for an engine that does not answer.
 DEADLINE_GRACE_S = 1.0
+# Shorter than the 250 ms that are promised, by what a busy host is late.
+_HEARTBEAT_S = 0.2
 # Events of one message, and refusals that its caller may leave unread.
 _BATCH_EVENTS = 2048
 _MAX_REFUSALS = 4096
@@ -86,10 +90,13 @@ class ServeSession:
         """Start and cancel as told, until the caller ends its side or reads no answers."""
         try:
             async for request in requests:
-                if not request.HasField("start"):
-                    self._release(request.cancel)
-                    continue
-                self._start(request.start)
+                match request.WhichOneof("action"):
+                    case "start":
+                        self._start(request.start)
+                    case "cancel":
+                        self._release(request.cancel)
+                    case "attach":
+                        self._refuse(request.attach.key, Refused("NOT_FOUND", "no such attempt is kept"))
                 if len(self._refusals) > _MAX_REFUSALS:
                     self.is_unread = True
                     return
@@ -102,14 +109,18 @@ class ServeSession:
         self._wake.set()
 
     async def batches(self) -> AsyncIterator[worker_pb2.ServeBatch]:
-        """What there is to tell whenever there is something; ends after `end`, with the last attempt."""
+        """What there is to tell whenever there is something, and a sign of life while there are attempts.
+
+        Ends after `end`, with the last attempt.
+        """
         while True:
-            await self._wake.wait()
+            was_woken = await self._wait()
             self._wake.clear()
             batch = self._take()
             if self._speaking:
                 self._wake.set()
-            if batch.attempts:
+            # Whoever hears nothing takes the engine for stopped, so there must be one that is not.
+            if batch.attempts or not (was_woken or self._front.board.is_silent(time.monotonic())):
                 yield batch
             if self.is_unread or (self._is_ending and not self._attempts and not self._refusals):
                 return
@@ -120,6 +131,15 @@ class ServeSession:
             self._release(key)
         self._refusals.clear()
 
+    async def _wait(self) -> bool:
+        """Until there may be something to tell; False when a sign of life is due instead."""
+        if not self._attempts:
+            return await self._wake.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HEARTBEAT_S):
+                return await self._wake.wait()
+        return False
+
     def _start(self, start: worker_pb2.StartAttempt) -> None:
         context = caller_context(start.metadata)
         try:
@@ -127,6 +147,8 @@ class ServeSession:
                 self._release(start.key)
                 raise Refused("INVALID_ARGUMENT", "two attempts have one key")
             self._attempts[start.key] = context.run(self._submit, start, context)
+            # From now on there are signs of life.
+            self._wake.set()
         except Refused as refusal:
             self._refuse(start.key, refusal)
         except Exception:

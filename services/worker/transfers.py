@@ -75,16 +75,17 @@ class Transfers:
     def start_pull(
         self, request: Request, hits: int, now: float, *, reserve: int, block_compute_s: float
     ) -> PullBlocks | None:
-        """Begin what is worth pulling of the request's plan after its `hits` local blocks; None when nothing is.
+        """Begin what is worth pulling of the plan of an admitted request after its `hits` local blocks, if anything.
 
         Leaves at least `reserve` slots available. block_compute_s: what computing a block takes.
         """
-        wanted = runs_after(request.pull_plan, hits, request.max_hit_blocks)
+        wanted_ids = request.hit_ids
+        wanted = runs_after(request.pull_plan, hits, len(wanted_ids))
         if not wanted or request.key in self._pulls:
             return None
-        held = self._pool.match(request.prompt_ids[:hits])
+        held = self._pool.match(wanted_ids[:hits])
         room = self._pool.num_available - self._pool.count_unreferenced(held) - reserve
-        fitting = runs_after(request.pull_plan, hits, min(request.max_hit_blocks, hits + room))
+        fitting = runs_after(request.pull_plan, hits, min(len(wanted_ids), hits + room))
         choice = choose_pull(fitting, self._links, block_compute_s=block_compute_s, now=now)
         runs = choice.runs
         if not runs:
@@ -94,7 +95,7 @@ class Transfers:
         self._pool.hold(held)
         slots = self._pool.allocate(count)
         assert slots is not None
-        ids = request.prompt_ids[hits : hits + count]
+        ids = wanted_ids[hits : hits + count]
         self._pulls[request.key] = _Pull(request, held, slots, ids, runs, now)
         self._links.begin(runs)
         deadline_s = min(self._limits.max_pull_s, request.deadline_s - now)

@@ -25,6 +25,7 @@ from services.worker.messages import (
     AdmittedRequest,
     BlockChanges,
     HolderRun,
+    KnownOutput,
     PushTarget,
     RequestAborted,
     RequestFailed,
@@ -75,6 +76,10 @@ def submit(key: int, prompt: list[int], max_tokens: int, **changes: object) -> S
     return Submit(key=key, prompt=np.array(prompt, dtype="<u4").tobytes(), max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
 
 
+def known_output(choice: int, tokens: list[int], *, finished: bool = False) -> KnownOutput:
+    return KnownOutput(choice, np.array(tokens, dtype="<u4").tobytes(), finished)
+
+
 def make_core(
     num_blocks: int = NUM_BLOCKS,
     *,
@@ -93,6 +98,10 @@ def make_core(
     return EngineCore(limits, num_blocks, KEY, Rates(1000.0, 0.01), LinkRates(1000))
 
 
+# Share of a choice's output that is known, and whether it has ended, by choice.
+_known = st.one_of(
+    st.just({}), st.dictionaries(st.integers(0, 2), st.tuples(st.floats(0, 1), st.sampled_from([False, False, True])))
+)
 _nodes = st.sampled_from(["", "node", "other"])
 
 
@@ -111,6 +120,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.keys = 0
         self.prompts: dict[int, tuple[list[int], int, int]] = {}
+        # By key and choice: tokens that another attempt has drawn, choices it has ended, and what is drawn here.
+        self.known: dict[tuple[int, int], int] = {}
+        self.ended: set[tuple[int, int]] = set()
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.terminal: dict[int, int] = {}
         self.aborted: set[int] = set()
@@ -132,6 +144,7 @@ class CoreMachine(RuleBasedStateMachine):
         plan=st.booleans(),
         priority=st.integers(0, 3),
         deadline_s=st.sampled_from([1000.0, 1000.0, 3.0, 0.0]),
+        known=_known,
     )
     def submit(
         self,
@@ -143,6 +156,7 @@ class CoreMachine(RuleBasedStateMachine):
         plan: bool,
         priority: int,
         deadline_s: float,
+        known: dict[int, tuple[float, bool]],
     ) -> None:
         self.keys += 1
         prompt = [(i * (shared + 3)) % VOCAB for i in range(length)] + [tail] * tail
@@ -150,6 +164,16 @@ class CoreMachine(RuleBasedStateMachine):
             self.texts[block_id] = prompt[: (index + 1) * BLOCK_TOKENS]
         runs = [HolderRun("kvstore", "n", 1, "a", "b", 0, 3), HolderRun("worker", "w", 1, "a", "b", 3, 4)]
         self.prompts[self.keys] = (prompt, max_tokens, choices)
+        expected = expected_tokens(tuple(prompt), max_tokens)
+        outputs = []
+        for choice, (share, finished) in known.items():
+            if choice < choices:
+                count = int(share * (max_tokens - 1)) + finished
+                self.known[self.keys, choice] = count
+                self.ended |= {(self.keys, choice)} if finished else set()
+                outputs.append(known_output(choice, expected[:count], finished=finished))
+                for index, block_id in enumerate(chain_block_ids(KEY, ROOT, prompt + expected[:count])):
+                    self.texts[block_id] = (prompt + expected[:count])[: (index + 1) * BLOCK_TOKENS]
         self._handle(
             submit(
                 self.keys,
@@ -159,6 +183,7 @@ class CoreMachine(RuleBasedStateMachine):
                 pull_plan=runs if plan else [],
                 priority=priority,
                 deadline_s=deadline_s,
+                known=outputs,
             )
         )
 
@@ -186,7 +211,9 @@ class CoreMachine(RuleBasedStateMachine):
             assert [usage.key for usage in told] == ([key] if request is not None and request.prefilled else [])
             for usage in told:
                 assert usage.prompt_tokens == len(self.prompts[key][0])
-                assert usage.output_tokens == sum(len(self.outputs.get((key, c), [])) for c in range(16))
+                assert usage.known_tokens == sum(self.known.get((key, c), 0) for c in range(16))
+                drawn = usage.output_tokens - usage.known_tokens
+                assert drawn == sum(len(self.outputs.get((key, c), [])) for c in range(16))
             self._collect()
             assert key not in self.core.scheduler.requests
 
@@ -277,7 +304,9 @@ class CoreMachine(RuleBasedStateMachine):
             assert self.terminal.get(key, 0) == (key not in self.aborted), key
             for choice in range(choices):
                 output = self.outputs.get((key, choice), [])
-                assert output == expected_tokens(tuple(prompt), max_tokens)[: len(output)]
+                known = self.known.get((key, choice), 0)
+                assert not output or (key, choice) not in self.ended
+                assert output == expected_tokens(tuple(prompt), max_tokens)[known : known + len(output)]
 
     def _ids(self) -> list[BlockId | None]:
         return [self.core.pool.id_of(slot) for slot in range(self.core.pool.num_blocks)]
@@ -333,9 +362,14 @@ class CoreMachine(RuleBasedStateMachine):
                     for usage in completed:
                         self.terminal[usage.key] = self.terminal.get(usage.key, 0) + 1
                         prompt, max_tokens, choices_wanted = self.prompts[usage.key]
-                        assert usage.output_tokens == max_tokens * choices_wanted
+                        ended = [c for c in range(choices_wanted) if (usage.key, c) in self.ended]
+                        known = sum(self.known.get((usage.key, c), 0) for c in ended)
+                        assert usage.output_tokens == max_tokens * (choices_wanted - len(ended)) + known
+                        assert usage.known_tokens == sum(
+                            self.known.get((usage.key, c), 0) for c in range(choices_wanted)
+                        )
                         assert usage.prompt_tokens == len(prompt)
-                        assert usage.cached_local + usage.cached_ram < len(prompt)
+                        assert usage.cached_local + usage.cached_ram < len(prompt) + bool(usage.known_tokens)
                 case BlockChanges(adds=adds, removes=removes):
                     self.announced -= set(split_ids(removes))
                     self.announced |= set(split_ids(adds))

@@ -11,7 +11,7 @@ from services.worker.block_pool import BlockPool
 from services.worker.link_rates import LinkRates
 from services.worker.messages import HolderRun, Sampling
 from services.worker.mover_messages import PullDone, PushBlocks, PushDone
-from services.worker.sequence import Request
+from services.worker.sequence import Request, Sequence
 from services.worker.transfers import TransferLimits, Transfers
 
 A, B = ("a", 1), ("b", 1)
@@ -143,6 +143,7 @@ def test_what_was_pulled_is_only_where_it_came_from() -> None:
         ids = [BlockId(bytes([n]) * 16) for n in range(2)]
         run = HolderRun("kvstore", holder, 1, "", "", 0, 2)
         request = replace(REQUEST, prompt=np.zeros(40, np.int32), prompt_ids=ids, pull_plan=[run])
+        request.sequences = [Sequence(request, 0, 1)]
         pull = scene.transfers.start_pull(request, 0, 0.0, reserve=0, block_compute_s=1.0)
         assert pull is not None
         scene.transfers.finish_pull(PullDone(1, 2, ["ram", "ram"], ""), 0.0)

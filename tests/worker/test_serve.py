@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from services.common.rpc import call_metadata
 from services.common.security import MeshSecret
 from services.worker.front import Front
 from services.worker.load_board import LoadBoard
+from services.worker.messages import Message
 from services.worker.observation import WorkerMetrics
 from services.worker.serve_session import ServeSession
 from services.worker.streams import StreamTable
@@ -174,9 +176,19 @@ async def test_a_drained_worker_ends_the_stream_after_its_attempts(worker: Worke
     await eventually(lambda: worker.process.poll() == 0, timeout_s=15)
 
 
-def session_without_engine(board: LoadBoard, streams: StreamTable) -> ServeSession:
+class EngineLink:
+    """Takes what an engine would be told."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+def session_without_engine(board: LoadBoard, streams: StreamTable, link: EngineLink | None = None) -> ServeSession:
     front = Front(
-        None, None, board=board, streams=streams, announcer=None, metrics=WorkerMetrics(board),
+        SimpleNamespace(link=link), None, board=board, streams=streams, announcer=None, metrics=WorkerMetrics(board),
         child_silence_s=1.0, node_failing=lambda _: None,
     )  # type: ignore[arg-type]  # fmt: skip
     return ServeSession(front, worker_pb2.WorkerIdentity(worker_id="w"), default_deadline_s=1.0)
@@ -185,6 +197,38 @@ def session_without_engine(board: LoadBoard, streams: StreamTable) -> ServeSessi
 async def starts(count: int) -> AsyncIterator[worker_pb2.ServeRequest]:
     for key in range(count):
         yield worker_pb2.ServeRequest(start=worker_pb2.StartAttempt(key=key))
+
+
+async def test_a_quiet_stream_gives_signs_of_life_while_its_engine_does() -> None:
+    board, link = LoadBoard(engine_silence_s=60.0, mover_silence_s=60.0), EngineLink()
+    streams = StreamTable(max_requests=4, stream_queue=4)
+    board.ready = True
+    session = session_without_engine(board, streams, link)
+    batches, loop = session.batches(), asyncio.get_running_loop()
+    first = asyncio.create_task(anext(batches))
+    reading = asyncio.create_task(session.read(lasting(starts(1))))
+    board.mover_heard(loop.time())
+    for _ in range(3):
+        board.engine_heard(loop.time())
+        async with asyncio.timeout(5):
+            assert await first == worker_pb2.ServeBatch()
+        first = asyncio.create_task(anext(batches))
+    assert len(link.sent) == 1
+    board.engine_heard(loop.time() - 61)
+    done, _ = await asyncio.wait([first], timeout=0.7)
+    assert not done, "the engine may be stopped"
+    board.engine_heard(loop.time())
+    async with asyncio.timeout(5):
+        assert await first == worker_pb2.ServeBatch()
+    reading.cancel()
+    session.close()
+
+
+async def lasting(requests: AsyncIterator[worker_pb2.ServeRequest]) -> AsyncIterator[worker_pb2.ServeRequest]:
+    """A caller that does not end its side."""
+    async for request in requests:
+        yield request
+    await asyncio.Event().wait()
 
 
 async def test_a_start_that_breaks_ends_alone() -> None:
