@@ -91,6 +91,9 @@ class WorkerSettings(ServiceSettings):
     max_running: int = Field(32, ge=1, le=4096, description="Most sequences that run at once.")
     max_queue_s: float = Field(0.2, ge=0, description="Prefill time that may wait beyond what can run at once.")
     max_requests: int = Field(1024, ge=1, description="Most requests open at once, waiting ones included.")
+    max_kept_requests: int = Field(
+        256, ge=0, description="Most requests with an idempotency key kept for callers that come back, complete or not."
+    )
     prefix_cache: bool = Field(True, description="Reuse blocks of earlier requests.")
     push: Literal["write_through", "on_eviction", "off"] = Field(
         "write_through", description="When blocks are offered to a kvstore node."

@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -21,10 +20,12 @@ from kvmesh.v1 import worker_pb2
 from opentelemetry import propagate
 
 from services.common.rpc import caller_context
+from services.worker.attempts import Attempt, OwnAttempt
 from services.worker.convert import submit_message
 from services.worker.errors import Refused
 from services.worker.exchange import Exchange, attempt_names
 from services.worker.front import Front
+from services.worker.kept_streams import KeptStreams
 from services.worker.streams import RequestStream
 
 # The engine ends a request at its deadline by itself; this is for an engine that does not answer.
@@ -57,24 +58,17 @@ def submit(
         raise
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """context: its caller's, for spans and log lines. overdue: fires when the engine has forgotten its deadline."""
-
-    stream: RequestStream
-    exchange: Exchange
-    context: contextvars.Context
-    overdue: asyncio.TimerHandle
-
-
 class ServeSession:
     """Attempts of one stream: `read` takes what comes up, `batches` gives what goes down, `close` releases all."""
 
-    def __init__(self, front: Front, identity: worker_pb2.WorkerIdentity, *, default_deadline_s: float) -> None:
+    def __init__(
+        self, front: Front, identity: worker_pb2.WorkerIdentity, kept: KeptStreams, *, default_deadline_s: float
+    ) -> None:
         self._front = front
+        self._kept = kept
         self._identity = identity
         self._default_deadline_s = default_deadline_s
-        self._attempts: dict[int, _Attempt] = {}
+        self._attempts: dict[int, Attempt] = {}
         # Keys of attempts with something to tell, in the order in which they spoke.
         self._speaking: dict[int, None] = {}
         self._refusals: list[worker_pb2.AttemptEvents] = []
@@ -90,13 +84,7 @@ class ServeSession:
         """Start and cancel as told, until the caller ends its side or reads no answers."""
         try:
             async for request in requests:
-                match request.WhichOneof("action"):
-                    case "start":
-                        self._start(request.start)
-                    case "cancel":
-                        self._release(request.cancel)
-                    case "attach":
-                        self._refuse(request.attach.key, Refused("NOT_FOUND", "no such attempt is kept"))
+                self._do(request)
                 if len(self._refusals) > _MAX_REFUSALS:
                     self.is_unread = True
                     return
@@ -128,7 +116,7 @@ class ServeSession:
     def close(self) -> None:
         """Release every attempt. Idempotent."""
         for key in list(self._attempts):
-            self._release(key)
+            self._leave(key)
         self._refusals.clear()
 
     async def _wait(self) -> bool:
@@ -140,13 +128,22 @@ class ServeSession:
                 return await self._wake.wait()
         return False
 
+    def _do(self, request: worker_pb2.ServeRequest) -> None:
+        match request.WhichOneof("action"):
+            case "start":
+                self._start(request.start)
+            case "cancel":
+                self._cancel(request.cancel)
+            case "attach":
+                self._attach(request.attach)
+            case "detach":
+                self._leave(request.detach.key, complete=request.detach.complete)
+
     def _start(self, start: worker_pb2.StartAttempt) -> None:
         context = caller_context(start.metadata)
         try:
-            if start.key in self._attempts:
-                self._release(start.key)
-                raise Refused("INVALID_ARGUMENT", "two attempts have one key")
-            self._attempts[start.key] = context.run(self._submit, start, context)
+            self._check_key(start.key)
+            self._take_up(start.key, context.run(self._submit, start, context))
             # From now on there are signs of life.
             self._wake.set()
         except Refused as refusal:
@@ -156,33 +153,58 @@ class ServeSession:
             _log.exception("attempt not started", **attempt_names(start.request))
             self._refuse(start.key, Refused("INTERNAL", "the worker could not start the attempt"))
 
+    def _attach(self, attach: worker_pb2.AttachAttempt) -> None:
+        try:
+            self._check_key(attach.key)
+            self._take_up(attach.key, self._kept.attach(attach.request_id))
+            self._speak(attach.key)
+        except Refused as refusal:
+            self._refuse(attach.key, refusal)
+
+    def _check_key(self, key: int) -> None:
+        if key in self._attempts:
+            self._cancel(key)
+            raise Refused("INVALID_ARGUMENT", "two attempts have one key")
+
+    def _take_up(self, key: int, attempt: Attempt) -> None:
+        self._attempts[key] = attempt
+        attempt.listen(partial(self._speak, key))
+
     def _refuse(self, key: int, refusal: Refused) -> None:
         end = worker_pb2.AttemptEnd(code=_code(refusal.code), detail=refusal.detail)
         self._refusals.append(worker_pb2.AttemptEvents(key=key, end=end))
         self._wake.set()
 
-    def _submit(self, start: worker_pb2.StartAttempt, context: contextvars.Context) -> _Attempt:
+    def _submit(self, start: worker_pb2.StartAttempt, context: contextvars.Context) -> Attempt:
         deadline_s = start.deadline_s or self._default_deadline_s
         stream = submit(self._front, self._identity, start.request, deadline_s)
-        stream.listener = partial(self._speak, start.key)
         late = partial(self._front.fail, stream, "DEADLINE_EXCEEDED", "the engine did not answer in time")
-        return _Attempt(
+        own = OwnAttempt(
             stream,
             Exchange(start.request, self._front, self._identity.worker_id),
+            self._front,
             context,
             asyncio.get_running_loop().call_later(deadline_s + DEADLINE_GRACE_S, late),
         )
+        return self._kept.keep(start.request, own) if start.request.keep_s > 0 else own
 
     def _speak(self, key: int) -> None:
         self._speaking[key] = None
         self._wake.set()
 
-    def _release(self, key: int) -> None:
-        attempt = self._attempts.pop(key, None)
-        self._speaking.pop(key, None)
+    def _cancel(self, key: int) -> None:
+        attempt = self._forget(key)
         if attempt is not None:
-            attempt.overdue.cancel()
-            self._front.release(attempt.stream)
+            attempt.cancel()
+
+    def _leave(self, key: int, *, complete: bool = False) -> None:
+        attempt = self._forget(key)
+        if attempt is not None:
+            attempt.leave(complete=complete)
+
+    def _forget(self, key: int) -> Attempt | None:
+        self._speaking.pop(key, None)
+        return self._attempts.pop(key, None)
 
     def _take(self) -> worker_pb2.ServeBatch:
         """Everything there is to tell, as far as one message may go."""
@@ -195,16 +217,17 @@ class ServeSession:
             num_events += self._tell(batch.attempts.add(key=key), self._attempts[key])
         return batch
 
-    def _tell(self, part: worker_pb2.AttemptEvents, attempt: _Attempt) -> int:
+    def _tell(self, part: worker_pb2.AttemptEvents, attempt: Attempt) -> int:
         """Put an attempt's events into its part; how many. Releases it after its last one."""
-        events, exchange = attempt.stream.drain(), attempt.exchange
-        part.events.extend(attempt.context.run(list, exchange.responses(events)))
-        if exchange.is_over:
-            failure = exchange.failure
+        part.events.extend(attempt.take())
+        if attempt.is_over:
+            failure = attempt.failure
             part.end.code = 0 if failure is None else _code(failure.code)
             part.end.detail = "" if failure is None else failure.detail
-            self._release(part.key)
-        return len(events)
+            self._leave(part.key)
+        elif attempt.has_more:
+            self._speak(part.key)
+        return len(part.events)
 
 
 def _code(name: str) -> int:

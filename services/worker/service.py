@@ -18,6 +18,7 @@ from services.worker.convert import load_proto
 from services.worker.errors import Refused
 from services.worker.exchange import Exchange, attempt_names
 from services.worker.front import Front
+from services.worker.kept_streams import KeptStreams
 from services.worker.serve_session import DEADLINE_GRACE_S, ServeSession, submit
 
 # An engine with work speaks more often and an idle one every 200 ms; this repeats its last word while a step is long.
@@ -36,6 +37,7 @@ class Served:
 
     front: Front
     identity: worker_pb2.WorkerIdentity
+    kept: KeptStreams
     closing: asyncio.Event
     sessions: set[ServeSession]
 
@@ -49,15 +51,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._drain = drain
         self._default_deadline_s = default_deadline_s
 
-    def attach(self, front: Front, identity: worker_pb2.WorkerIdentity) -> None:
+    def attach(self, front: Front, identity: worker_pb2.WorkerIdentity, kept: KeptStreams) -> None:
         """Serve this replica from now on."""
-        self._served = Served(front, identity, asyncio.Event(), set())
+        self._served = Served(front, identity, kept, asyncio.Event(), set())
 
     def detach(self) -> None:
         """Serve none, and end every stream: Watch at once, Serve with its last attempt. Idempotent."""
         served, self._served = self._served, None
         if served is not None:
             served.closing.set()
+            served.kept.close()
             for session in served.sessions:
                 session.end()
 
@@ -94,7 +97,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.ServeBatch]:
         """Run the attempts of one caller; see the protocol."""
         served = await self._attached(context)
-        session = ServeSession(served.front, served.identity, default_deadline_s=self._default_deadline_s)
+        session = ServeSession(served.front, served.identity, served.kept, default_deadline_s=self._default_deadline_s)
         reading = asyncio.create_task(session.read(request_iterator))
         served.sessions.add(session)
 

@@ -17,6 +17,7 @@ from services.common.registry import Registrar, RegistryWatcher
 from services.common.rpc import MeshServer
 from services.worker.config import WorkerSettings
 from services.worker.front import Front
+from services.worker.kept_streams import KeptStreams
 from services.worker.load_board import LoadBoard
 from services.worker.observation import WorkerMetrics
 from services.worker.push_target import PushTargets
@@ -56,6 +57,7 @@ class Serving:
         targets = PushTargets(worker_id=replica.worker_id, host=host_name(settings), ramp_s=settings.node_ramp_s)
         self._keeper = TargetKeeper(around.watcher, targets)
         around.board.reset()
+        self._kept = KeptStreams(max_kept=settings.max_kept_requests)
         self.front = Front(
             replica.engine,
             replica.mover,
@@ -98,7 +100,7 @@ class Serving:
 
     async def _open(self) -> None:
         around, replica = self._around, self._replica
-        around.service.attach(self.front, identity_proto(replica, around.settings))
+        around.service.attach(self.front, identity_proto(replica, around.settings), self._kept)
         around.board.ready = True
         await around.grpc.set_ready(True)
         tell_ready(around, [{"role": role, "pid": pid} for role, pid in replica.child_pids.items()])
@@ -116,6 +118,7 @@ class Serving:
     async def _drain(self) -> None:
         _log.info("draining", open_requests=len(self.front.streams))
         await self.stop_admitting()
+        self._kept.drain()
         try:
             async with asyncio.timeout(self._around.settings.drain_deadline_s):
                 await self.front.streams.wait_empty()

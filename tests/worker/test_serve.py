@@ -17,6 +17,7 @@ from kvmesh.v1 import worker_pb2
 from services.common.rpc import call_metadata
 from services.common.security import MeshSecret
 from services.worker.front import Front
+from services.worker.kept_streams import KeptStreams
 from services.worker.load_board import LoadBoard
 from services.worker.messages import Message
 from services.worker.observation import WorkerMetrics
@@ -191,7 +192,8 @@ def session_without_engine(board: LoadBoard, streams: StreamTable, link: EngineL
         SimpleNamespace(link=link), None, board=board, streams=streams, announcer=None, metrics=WorkerMetrics(board),
         child_silence_s=1.0, node_failing=lambda _: None,
     )  # type: ignore[arg-type]  # fmt: skip
-    return ServeSession(front, worker_pb2.WorkerIdentity(worker_id="w"), default_deadline_s=1.0)
+    identity, kept = worker_pb2.WorkerIdentity(worker_id="w"), KeptStreams(max_kept=4)
+    return ServeSession(front, identity, kept, default_deadline_s=1.0)
 
 
 async def starts(count: int) -> AsyncIterator[worker_pb2.ServeRequest]:

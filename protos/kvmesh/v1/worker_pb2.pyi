@@ -109,7 +109,7 @@ class WorkerGenerateRequest(_message.Message):
     """
     keep_s: _builtins.float
     """More than 0: the attempt does not end with its caller. It goes on, and everything it has produced is kept for an
-    AttachAttempt, for so many seconds after its last caller has gone.
+    AttachAttempt, for so many seconds after its last caller has gone. On a Serve stream only.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -404,6 +404,7 @@ class ServeRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     ATTACH_FIELD_NUMBER: _builtins.int
+    DETACH_FIELD_NUMBER: _builtins.int
     cancel: _builtins.int
     """Key of an attempt that nobody wants any more; unknown ones are ignored."""
     @_builtins.property
@@ -412,6 +413,8 @@ class ServeRequest(_message.Message):
     def resume(self) -> Global___ResumeAttempt: ...
     @_builtins.property
     def attach(self) -> Global___AttachAttempt: ...
+    @_builtins.property
+    def detach(self) -> Global___DetachAttempt: ...
     def __init__(
         self,
         *,
@@ -419,12 +422,13 @@ class ServeRequest(_message.Message):
         cancel: _builtins.int = ...,
         resume: Global___ResumeAttempt | None = ...,
         attach: Global___AttachAttempt | None = ...,
+        detach: Global___DetachAttempt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attach", b"attach", "cancel", b"cancel", "resume", b"resume", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attach", b"attach", "cancel", b"cancel", "detach", b"detach", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attach", b"attach", "cancel", b"cancel", "resume", b"resume", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "attach", b"attach", "cancel", b"cancel", "detach", b"detach", "resume", b"resume", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["start", "cancel", "resume", "attach"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["start", "cancel", "resume", "attach", "detach"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -507,6 +511,33 @@ class AttachAttempt(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachAttempt: _TypeAlias = AttachAttempt  # noqa: Y015
+
+@_typing.final
+class DetachAttempt(_message.Message):
+    """This stream reads the attempt no longer. As a cancel, but what has keep_s is kept; unknown keys are ignored. A cancel
+    ends a kept attempt for all its readers where this stream has started it, and is a detach where it has attached.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    complete: _builtins.bool
+    """The caller has all that it wants: nothing more is computed, and what has been said is kept as the whole answer."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetachAttempt: _TypeAlias = DetachAttempt  # noqa: Y015
 
 @_typing.final
 class StartAttempt(_message.Message):

@@ -1,0 +1,149 @@
+"""Everything that a kept attempt has said, and its readers, each with a cursor of its own. Pure.
+
+Invariants: a reader is given everything once, and of each choice in order; only the one that started the attempt is
+not told the output which it brought along. A log that is over says nothing more. While nobody reads, neighbouring
+tokens are merged, since a response costs much more memory than a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+from kvmesh.v1 import common_pb2, worker_pb2
+
+from services.worker.messages import RequestFailed
+
+# A message of 2048 responses, each of so many tokens with 20 log probabilities, stays below the limit of 16 MiB.
+_MERGED_TOKENS = 16
+_TAKEN_RESPONSES = 256
+
+Response = worker_pb2.WorkerGenerateResponse
+
+
+class KeptLog:
+    """Responses of one attempt; bounded by its max_tokens, for each token is said once."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.failure: RequestFailed | None = None
+        self.cursors: set[Cursor] = set()
+        self._responses: list[Response] = []
+        # Where output stands that the starter knows.
+        self._known: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def say(self, responses: Iterable[Response]) -> None:
+        """Something new."""
+        self._responses.extend(responses)
+        self._wake()
+
+    def say_known(self, responses: Sequence[Response]) -> None:
+        """Output that the starter knows already."""
+        start = len(self._responses)
+        self._known.update(range(start, start + len(responses)))
+        self.say(responses)
+
+    def end(self, failure: RequestFailed | None) -> None:
+        """Nothing follows."""
+        self.is_over, self.failure = True, failure
+        self._wake()
+
+    def open(self, *, is_starter: bool = False) -> Cursor:
+        """A reader from the beginning on."""
+        cursor = Cursor(self, is_starter=is_starter)
+        self.cursors.add(cursor)
+        return cursor
+
+    def read(self, cursor: Cursor) -> list[Response]:
+        """What the cursor has not seen, as far as one message may go; it moves on."""
+        end = min(len(self._responses), cursor.position + _TAKEN_RESPONSES)
+        span = range(cursor.position, end)
+        cursor.position = end
+        taken = islice(self._responses, span.start, span.stop)
+        if cursor.is_starter and self._known:
+            return [response for at, response in zip(span, taken, strict=True) if at not in self._known]
+        return list(taken)
+
+    def compact(self) -> None:
+        """Merge what can be. Nothing while somebody reads."""
+        if not self.cursors:
+            self._responses = list(_merged(self._responses))
+            self._known.clear()
+
+    def _wake(self) -> None:
+        for cursor in self.cursors:
+            cursor.wake()
+
+
+class Cursor:
+    """How far one reader is."""
+
+    def __init__(self, log: KeptLog, *, is_starter: bool) -> None:
+        self.is_starter = is_starter
+        self.position = 0
+        self.wake: Callable[[], None] = _ignore
+        self._log = log
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something is left to take."""
+        return self.position < len(self._log)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything has been taken, and nothing follows."""
+        return self._log.is_over and not self.has_more
+
+    @property
+    def failure(self) -> RequestFailed | None:
+        """How the attempt ended, if not well."""
+        return self._log.failure
+
+    def take(self) -> list[Response]:
+        """What it has not seen, as far as one message may go."""
+        return self._log.read(self)
+
+
+def known_responses(request: worker_pb2.WorkerGenerateRequest) -> list[Response]:
+    """The known output of a request, as if it had been drawn here."""
+    return [response for known in request.known for response in _choice_responses(request, known)]
+
+
+def _choice_responses(request: worker_pb2.WorkerGenerateRequest, known: worker_pb2.KnownOutput) -> list[Response]:
+    responses = []
+    if known.token_ids:
+        responses.append(Response(tokens=worker_pb2.TokenChunk(choice=known.choice, token_ids=known.token_ids)))
+    if known.finished:
+        is_cut = len(known.token_ids) >= request.max_tokens and known.token_ids[-1] not in request.stop_token_ids
+        reason = common_pb2.FINISH_REASON_LENGTH if is_cut else common_pb2.FINISH_REASON_STOP
+        responses.append(Response(finish=worker_pb2.WorkerChoiceFinish(choice=known.choice, reason=reason)))
+    return responses
+
+
+def _merged(responses: Iterable[Response]) -> Iterator[Response]:
+    """The same with fewer responses: tokens of a choice go together, and before whatever else follows them."""
+    open_chunks: dict[int, Response] = {}
+    for response in responses:
+        if not response.HasField("tokens"):
+            yield from open_chunks.values()
+            open_chunks.clear()
+            yield response
+            continue
+        choice = response.tokens.choice
+        chunk = open_chunks.get(choice)
+        if chunk is not None and len(chunk.tokens.token_ids) < _MERGED_TOKENS:
+            chunk.tokens.token_ids.extend(response.tokens.token_ids)
+            chunk.tokens.logprobs.extend(response.tokens.logprobs)
+            continue
+        if chunk is not None:
+            yield open_chunks.pop(choice)
+        open_chunks[choice] = Response()
+        open_chunks[choice].CopyFrom(response)
+    yield from open_chunks.values()
+
+
+def _ignore() -> None:
+    """A cursor that nobody waits at."""
