@@ -17,8 +17,10 @@ from pathlib import Path
 
 import structlog
 
+from services.common.links import Link
 from services.common.time_model import TimeModel
 from services.router.simulator.job import WorkerProfile
+from services.router.simulator.lower_tiers import TierProfile
 from services.router.simulator.scenario import Scenario
 from services.router.simulator.simulation import simulate
 from services.router.simulator.summary import summarise
@@ -48,24 +50,35 @@ SUBJECTS = {
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """lost_workers die together in the middle of a run."""
+    """lower_tiers: tokens in RAM and on the SSD of each worker's kvstore node, if there are any. lost_workers die
+    together in the middle of a run.
+    """
 
     workers: int
     cached_tokens: int
+    lower_tiers: tuple[int, int] | None = None
     lost_workers: int = 0
 
     @property
     def title(self) -> str:
         """For tables and plots."""
+        tiers = ", lower tiers" if self.lower_tiers else ""
         lost = f", {self.lost_workers} lost" if self.lost_workers else ""
-        return f"{self.workers} workers, {self.cached_tokens // 1000}k cached{lost}"
+        return f"{self.workers} workers, {self.cached_tokens // 1000}k cached{tiers}{lost}"
 
+
+# A terabyte of SSD and 131 GB of RAM beside each worker.
+_LOWER_TIERS = (1_000_000, 8_000_000)
+_RAM, _SSD = Link(10e9, 0.001), Link(3e9, 0.001)
 
 CLUSTERS = {
     "16": Cluster(16, 400_000),
     "16-half-cache": Cluster(16, 200_000),
     "128": Cluster(128, 400_000),
     "128-half-cache": Cluster(128, 200_000),
+    "16-tiers": Cluster(16, 400_000, _LOWER_TIERS),
+    "16-half-cache-tiers": Cluster(16, 200_000, _LOWER_TIERS),
+    "128-tiers": Cluster(128, 400_000, _LOWER_TIERS),
     "16-lost": Cluster(16, 400_000, lost_workers=2),
     "128-lost": Cluster(128, 400_000, lost_workers=16),
 }
@@ -106,6 +119,7 @@ def run(case: Case) -> Figures:
         case.policy,
         _MAX_QUEUE_S,
         tells_objectives=case.tells,
+        lower_tiers=TierProfile(*cluster.lower_tiers, _RAM, _SSD) if cluster.lower_tiers else None,
         lost_workers=cluster.lost_workers,
         seed=case.seed,
     )

@@ -46,6 +46,8 @@ class LinkTable:
     def report(self, row: int, holders: tuple[HolderLinks, ...]) -> None:
         """The worker in `row` has reported; what it does not name any more is forgotten."""
         before = self._reported.get(row, ())
+        if holders == before:
+            return
         self.release((one.holder, one.in_flight_bytes) for one in before)
         named = {one.holder for one in holders}
         for gone in (one.holder for one in before if one.holder not in named):

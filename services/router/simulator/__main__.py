@@ -12,11 +12,13 @@ from pathlib import Path
 
 import structlog
 
+from services.common.links import Link
 from services.common.time_model import TimeModel
 from services.router.config import RouterSettings
 from services.router.policies import POLICIES
 from services.router.simulator import oracle
 from services.router.simulator.job import WorkerProfile
+from services.router.simulator.lower_tiers import TierProfile
 from services.router.simulator.planner import NotEnoughError, find_workers
 from services.router.simulator.scenario import Scenario
 from services.router.simulator.simulation import simulate
@@ -60,6 +62,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--decode-step-s", type=_positive(float), default=0.008, help="a decode step of no sequence")
     add("--decode-sequence-s", type=float, default=0.000_05, help="what each sequence adds to it")
     add("--cached-tokens", type=_positive(int), default=400_000, help="KV pool of one worker")
+    add(
+        "--lower-tiers",
+        type=_tokens,
+        metavar="RAM,SSD",
+        help="tokens that a kvstore node on each worker's host keeps in each; and workers pull from each other",
+    )
+    add("--ram-bytes-per-s", type=_positive(float), default=10e9, help="rate of a pull from memory")
+    add("--ssd-bytes-per-s", type=_positive(float), default=3e9, help="rate at which a node's SSD is read")
+    add("--pull-setup-s", type=_positive(float), default=0.001, help="to a pull's first byte; an SSD adds as much")
     add("--step-token-budget", type=_positive(int), default=1024)
     add("--max-running", type=_positive(int), default=256)
     add(
@@ -84,6 +95,24 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
     parse.__name__ = f"positive {kind.__name__}"
     return parse
+
+
+def _tokens(text: str) -> tuple[int, int]:
+    ram, ssd = map(int, text.split(","))
+    if ram < 0 or ssd < 0:
+        raise ValueError
+    return ram, ssd
+
+
+_tokens.__name__ = "RAM,SSD"
+
+
+def _tiers(options: argparse.Namespace) -> TierProfile | None:
+    if options.lower_tiers is None:
+        return None
+    ram_tokens, ssd_tokens = options.lower_tiers
+    ram, ssd = (Link(rate, options.pull_setup_s) for rate in (options.ram_bytes_per_s, options.ssd_bytes_per_s))
+    return TierProfile(ram_tokens, ssd_tokens, ram, ssd)
 
 
 def _trace(options: argparse.Namespace) -> Trace:
@@ -119,6 +148,7 @@ def _scenario(options: argparse.Namespace, block_tokens: int) -> Scenario:
         tpot_objective_s=options.tpot_objective_s,
         patience_s=options.patience_s,
         tells_objectives=options.tell_objectives,
+        lower_tiers=_tiers(options),
         lost_workers=options.survive,
         seed=options.seed,
     )

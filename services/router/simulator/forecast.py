@@ -48,6 +48,10 @@ class Lookahead:
     _computed: set[BlockId] = field(default_factory=set)
     _steps: int = 0
 
+    def expect(self, ids: Sequence[BlockId]) -> None:
+        """These blocks are brought here before their prompt's turn comes."""
+        self._computed.update(ids)
+
     def first_token_s(self) -> float:
         """When the wanted prompt, which is the last, has been computed."""
         heapq.heapify(self.finishing)

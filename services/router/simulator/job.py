@@ -35,7 +35,8 @@ class Job:
     """One attempt of a request on a worker.
 
     prompt_tokens: to be known before the first token that is still to come; output_tokens: to be drawn here.
-    generated: drawn so far. hit_blocks: found in the cache at the start, -1 before.
+    generated: drawn so far. coming: leading blocks that a pull is to bring. hit_blocks: found in the cache at the
+    start, -1 before.
     """
 
     key: Hashable
@@ -45,6 +46,7 @@ class Job:
     arrival: int = 0
     generated: int = 0
     missing: int = 0
+    coming: int = 0
     hit_blocks: int = -1
     first_token_s: float = -1.0
     shared: int = 0
@@ -60,10 +62,11 @@ class Job:
 
 @dataclass(slots=True)
 class Advanced:
-    """What a segment brought about."""
+    """What a segment brought about; computed: of prompts how many of their leading blocks are reusable now."""
 
     first_tokens: list[Job] = field(default_factory=list)
     finished: list[Job] = field(default_factory=list)
+    computed: list[tuple[Job, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,27 +14,23 @@ import numpy as np
 
 from services.common.announcements import Header, Kind, Tier
 from services.common.blocks import BlockId
+from services.common.keys import location_key
 from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
-from services.common.step_costs import StepCosts
-from services.common.time_model import TimeModel
 from services.router.decisions import Decisions, OpenAttempts
-from services.router.domain import Ask, AttemptId, Identity, Load, Placement, Refused, WorkerId
+from services.router.domain import Ask, AttemptId, Load, Placement, Refused, WorkerId
 from services.router.metrics import RouterMetrics
 from services.router.own_pauses import TICK_S
 from services.router.placement import PlacementConfig
 from services.router.policies import POLICIES, Policy
+from services.router.simulator.introductions import identity_of, idle_load, links_of, record_of, step_costs_of
 from services.router.simulator.job import WorkerProfile, WorkerState
+from services.router.simulator.lower_tiers import TierProfile, node_name, number_of, worker_name
 from services.router.simulator.worker import SimWorker
 
-MODEL = "simulated"
-MODEL_DIGEST = b"simulated model."
 REPORT_EVERY_S = 0.1
 # The router's default.
 _PENDING_TIMEOUT_S = 5.0
-# Keys and values of an 8-billion-parameter model with grouped queries (32 layers, 8 heads of 128, two bytes).
-KV_BYTES_PER_TOKEN = 131_072
-_CONTEXT_TOKENS = 1 << 20
 # Digests are compared from this sequence number on, which is never: no simulated announcement is lost.
 _NEVER = 1 << 62
 
@@ -50,11 +46,10 @@ class Delays:
 
 @dataclass(slots=True)
 class _Member:
-    """A worker as its router knows it. moved: its steps when it last reported."""
+    """A worker as its router knows it. progress: reports made."""
 
     worker_id: WorkerId
     row: int
-    seq: int = 0
     reported: WorkerState | None = None
     progress: int = 0
 
@@ -69,6 +64,8 @@ class MeshView:
         num_workers: int,
         delays: Delays,
         policies: Mapping[str, Policy] = POLICIES,
+        *,
+        lower_tiers: TierProfile | None = None,
     ) -> None:
         self.decisions = Decisions(
             config, RedisHealth(), RouterMetrics(), pending_timeout_s=_PENDING_TIMEOUT_S, policies=policies
@@ -78,12 +75,16 @@ class MeshView:
         self._delays = delays
         # Workers learn what their steps cost within seconds, and here it never changes.
         self._step_costs = step_costs_of(profile.time_model)
+        self._tiers = lower_tiers
+        # By location: the number of its last announcement.
+        self._seqs: dict[str, int] = {}
+        self._links = links_of(num_workers, lower_tiers)
         self._members = [self._join(number) for number in range(num_workers)]
-        self._numbers = {member.worker_id: number for number, member in enumerate(self._members)}
         self._rows = np.array([member.row for member in self._members])
         self._alive = np.ones(num_workers, np.bool_)
         self._reports: deque[tuple[float, int, Load]] = deque()
-        self._changes: deque[tuple[float, int, list[BlockId], list[BlockId]]] = deque()
+        self._changes: deque[tuple[float, str, Sequence[tuple[BlockId, Tier]], list[BlockId]]] = deque()
+        self._silent: set[str] = set()
         self._ticked_s = self._heard_s = -math.inf
 
     def ask(self, ask: Ask, now_s: float) -> Placement | Refused:
@@ -93,7 +94,7 @@ class MeshView:
 
     def number_of(self, placement: Placement) -> int:
         """The worker chosen."""
-        return self._numbers[placement.worker_id]
+        return number_of(placement.worker_id)
 
     def numbers(self) -> dict[int, int]:
         """Of each name's hash, as policies see it, the worker's number."""
@@ -145,17 +146,27 @@ class MeshView:
             decode_step_s=worker.rates.decode_step_s,
             admitted=admitted,
             ended=ended,
+            holders=self._links,
         )
         self._reports.append((now_s + self._delays.report_s, number, load))
 
     def announce(self, number: int, adds: list[BlockId], removes: list[BlockId], now_s: float) -> None:
         """Blocks that a worker holds from now on, and no more."""
         if adds or removes:
-            self._changes.append((now_s + self._delays.index_s, number, adds, removes))
+            entries = [(block_id, Tier.HBM) for block_id in adds]
+            self._change(location_key("worker", worker_name(number)), entries, removes, now_s)
+
+    def announce_node(
+        self, number: int, entries: Sequence[tuple[BlockId, Tier]], removes: list[BlockId], now_s: float
+    ) -> None:
+        """Blocks that a kvstore node holds from now on, with their tiers, and no more."""
+        if entries or removes:
+            self._change(location_key("kvstore", node_name(number)), entries, removes, now_s)
 
     def lose(self, numbers: Sequence[int]) -> None:
         """These workers have fallen silent."""
         self._alive[list(numbers)] = False
+        self._silent.update(location_key("worker", worker_name(number)) for number in numbers)
 
     def hear(self, now_s: float) -> None:
         """Take in what has arrived by now."""
@@ -166,9 +177,9 @@ class MeshView:
             if self._alive[number]:
                 table.report(self._members[number].worker_id, load, at_s)
         while self._changes and self._changes[0][0] <= now_s:
-            _, number, adds, removes = self._changes.popleft()
-            if self._alive[number]:
-                self._apply(self._members[number], adds, removes)
+            _, location, entries, removes = self._changes.popleft()
+            if location not in self._silent:
+                self._apply(location, entries, removes)
 
     def _hear_life(self, now_s: float) -> None:
         table = self.decisions.table
@@ -184,69 +195,33 @@ class MeshView:
             self._ticked_s = now_s
 
     def _join(self, number: int) -> _Member:
-        worker_id, table = WorkerId(f"w{number}"), self.decisions.table
-        # Without an address to pull from: simulated workers share nothing.
-        record = LocationRecord(kind="worker", id=worker_id, epoch=1, host=worker_id, grpc_address=worker_id)
+        worker_id, table = WorkerId(worker_name(number)), self.decisions.table
+        # Without an address to pull from workers share nothing.
+        record = record_of("worker", worker_id, worker_id, "" if self._tiers is None else worker_id)
         row = table.add(record).row
         table.identify(worker_id, identity_of(worker_id, self._profile), 0.0)
-        table.report(worker_id, _idle(self._profile), 0.0)
+        table.report(worker_id, idle_load(self._profile, self._links), 0.0)
+        self._list(record)
+        if self._tiers is not None:
+            node = record_of("kvstore", node_name(number), worker_id, node_name(number))
+            self.decisions.set_kvstore(node, gone=False)
+            self._list(node)
+        return _Member(worker_id, row)
+
+    def _list(self, record: LocationRecord) -> None:
+        """The index knows the location, which has nothing yet."""
         replica = self.decisions.replica
         replica.begin_load(record.location, record.epoch)
         replica.end_load(record.location, 0, verify_from=_NEVER)
         self.decisions.holders.changed()
-        return _Member(worker_id, row)
+        self._seqs[record.location] = 0
 
-    def _apply(self, member: _Member, adds: list[BlockId], removes: list[BlockId]) -> None:
-        member.seq += 1
-        header = Header(1, member.seq, Kind.CHANGE, 0, 0)
-        entries = [(block_id, int(Tier.HBM)) for block_id in adds]
-        self.decisions.replica.apply(f"worker/{member.worker_id}", header, entries, removes)
+    def _change(
+        self, location: str, entries: Sequence[tuple[BlockId, Tier]], removes: list[BlockId], now_s: float
+    ) -> None:
+        self._changes.append((now_s + self._delays.index_s, location, entries, removes))
 
-
-def step_costs_of(model: TimeModel) -> StepCosts:
-    """What such a worker learns of its steps."""
-    return StepCosts(
-        fixed_s=0.0,
-        decoding_s=model.decode_step_s,
-        prefill_token_s=1.0 / model.prefill_tokens_per_s,
-        prefill_pair_s=0.0,
-        decode_sequence_s=model.decode_sequence_s,
-        context_token_s=model.context_s,
-    )
-
-
-def identity_of(worker_id: WorkerId, profile: WorkerProfile) -> Identity:
-    """What such a worker says of itself."""
-    return Identity(
-        worker_id=worker_id,
-        epoch=1,
-        model=MODEL,
-        model_digest=MODEL_DIGEST,
-        context_length=_CONTEXT_TOKENS,
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        weight_format="none",
-        block_tokens=profile.block_tokens,
-        layout_version=1,
-        vocab_size=1,
-        tokenizer_digest=b"",
-        total_blocks=profile.num_blocks,
-        block_bytes=profile.block_tokens * KV_BYTES_PER_TOKEN,
-        prefill_tokens_per_s=profile.time_model.prefill_tokens_per_s,
-        decode_step_s=profile.time_model.step_s(0, 1),
-        step_token_budget=profile.step_token_budget,
-        max_running_requests=profile.max_running,
-    )
-
-
-def _idle(profile: WorkerProfile) -> Load:
-    return Load(
-        progress=0,
-        ready=True,
-        draining=False,
-        running_requests=0,
-        waiting_requests=0,
-        queued_prefill_tokens=0,
-        decoding_sequences=0,
-        free_blocks=profile.num_blocks,
-    )
+    def _apply(self, location: str, entries: Sequence[tuple[BlockId, Tier]], removes: list[BlockId]) -> None:
+        self._seqs[location] += 1
+        header = Header(1, self._seqs[location], Kind.CHANGE, 0, 0)
+        self.decisions.replica.apply(location, header, entries, removes)

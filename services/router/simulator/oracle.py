@@ -1,7 +1,8 @@
 """A policy that knows what no router can: the exact time at which each worker would draw the first token.
 
 It stands in the place of `predicted_ttft`, scores alike but for that time, and is told of every worker's present state
-and blocks before each decision. To compare with; it is greedy, so it bounds nothing but what forecasts can give.
+and blocks before each decision. What is pulled is taken to come as planned. To compare with; it is greedy, so it bounds
+nothing but what forecasts can give.
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ class Oracle:
         for at in np.argsort(scores, kind="stable").tolist():
             if scores[at] > best_s:
                 break
-            scores[at] = harm_s[at] + self._exact_s(request, int(rows["name_hash"][at]))
+            coming = int(costs.pull.end[at]) if costs.pull.seconds[at] > 0 else 0
+            alone_s = costs.pull.seconds[at] + costs.prefill_s[at] if coming else 0.0
+            exact_s = self._exact_s(request, int(rows["name_hash"][at]), coming)
+            scores[at] = harm_s[at] + max(exact_s, alone_s)
             best_s = min(best_s, scores[at])
         return scores
 
-    def _exact_s(self, request: PolicyRequest, name_hash: int) -> float:
+    def _exact_s(self, request: PolicyRequest, name_hash: int, coming: int) -> float:
         number = self.numbers[name_hash]
-        job = Job(key=None, prompt_tokens=request.prompt_tokens, output_tokens=1, block_ids=self._ids)
+        job = Job(key=None, prompt_tokens=request.prompt_tokens, output_tokens=1, block_ids=self._ids, coming=coming)
         return self._workers[number].first_token_s([*self.in_flight[number], job], self._now_s) - self._now_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.router.simulator.job import WorkerProfile
+from services.router.simulator.lower_tiers import TierProfile
 from services.router.simulator.mesh_view import Delays
 from services.router.simulator.trace import TraceRequest
 
@@ -13,8 +14,8 @@ from services.router.simulator.trace import TraceRequest
 class Scenario:
     """A cluster, how it decides, what clients want of it, and what befalls it.
 
-    lost_workers die together when half of the requests have arrived. patience_s: a request that has waited in the line
-    for longer is refused.
+    lower_tiers: None for workers that have their own cache and nothing else. lost_workers die together when half of
+    the requests have arrived. patience_s: a request that has waited in the line for longer is refused.
     """
 
     profile: WorkerProfile
@@ -26,6 +27,7 @@ class Scenario:
     patience_s: float = 10.0
     # Whether requests tell the router of the objectives, or are only judged by them.
     tells_objectives: bool = True
+    lower_tiers: TierProfile | None = None
     lost_workers: int = 0
     seed: int = 0
     delays: Delays = field(default_factory=Delays)
@@ -42,6 +44,7 @@ class Outcome:
     refused: bool = False
     worker: int = -1
     cached_tokens: int = 0
+    pulled_tokens: int = 0
     predicted_ttft_s: float = 0.0
     granted_s: float = 0.0
     first_token_s: float = -1.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -22,10 +21,13 @@ from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Ref
 from services.router.placement import PlacementConfig
 from services.router.policies import POLICIES
 from services.router.simulator import oracle
+from services.router.simulator.introductions import MODEL, MODEL_DIGEST
 from services.router.simulator.job import Job
-from services.router.simulator.mesh_view import MODEL, MODEL_DIGEST, REPORT_EVERY_S, MeshView
+from services.router.simulator.lower_tiers import LowerTiers, Pull, number_of
+from services.router.simulator.mesh_view import REPORT_EVERY_S, MeshView
 from services.router.simulator.oracle import Oracle
 from services.router.simulator.scenario import Outcome, Scenario
+from services.router.simulator.sessions import Sessions
 from services.router.simulator.trace import Trace
 from services.router.simulator.worker import SimWorker
 from services.router.workers import SUSPECT_S
@@ -48,7 +50,9 @@ class Simulation:
         if self._oracle is not None:
             policies = {**POLICIES, oracle.NAME: self._oracle.score}
             delays = replace(delays, report_s=0.0, index_s=0.0)
-        self._view = MeshView(config, scenario.profile, scenario.num_workers, delays, policies)
+        tiers = scenario.lower_tiers
+        self._view = MeshView(config, scenario.profile, scenario.num_workers, delays, policies, lower_tiers=tiers)
+        self._tiers = LowerTiers(tiers, scenario.profile.block_tokens, self.workers) if tiers is not None else None
         if self._oracle is not None:
             self._oracle.numbers = self._view.numbers()
         self._alive = [True] * scenario.num_workers
@@ -56,7 +60,7 @@ class Simulation:
         self._reporting = [False] * scenario.num_workers
         self._next_s = [math.inf] * scenario.num_workers
         self.outcomes = [Outcome(request, at, request.arrival_s) for at, request in enumerate(trace.requests)]
-        self._followers = self._chain()
+        self._sessions = Sessions(self.outcomes)
         self._arrived = 0
         # Traces name no tenants: one tenant, one class.
         self._line: FairQueue[Outcome] = FairQueue(lambda tenant: 1.0, StarvationBound())
@@ -67,10 +71,8 @@ class Simulation:
 
     def run(self) -> list[Outcome]:
         """Until every request has ended."""
-        followers = {outcome.index for queue in self._followers.values() for outcome in queue}
-        for outcome in self.outcomes:
-            if outcome.index not in followers:
-                self._at(outcome.arrived_s, self._arrival_of(outcome))
+        for outcome in self._sessions.first:
+            self._at(outcome.arrived_s, self._arrival_of(outcome))
         while self._events:
             self.now_s, _, act = heapq.heappop(self._events)
             act()
@@ -80,21 +82,10 @@ class Simulation:
         self._order += 1
         heapq.heappush(self._events, (at_s, self._order, act))
 
-    def _chain(self) -> dict[str, deque[Outcome]]:
-        """Of each session all but its first request."""
-        sessions: defaultdict[str, deque[Outcome]] = defaultdict(deque)
-        for outcome in self.outcomes:
-            if outcome.request.session:
-                sessions[outcome.request.session].append(outcome)
-        for queue in sessions.values():
-            queue.popleft()
-        return dict(sessions)
-
     def _arrival_of(self, outcome: Outcome) -> Callable[[], None]:
         return lambda: self._arrive(outcome)
 
     def _arrive(self, outcome: Outcome) -> None:
-        outcome.arrived_s = self.now_s
         self._arrived += 1
         if self._scenario.lost_workers and self._arrived == (len(self.outcomes) + 1) // 2:
             self._lose_workers()
@@ -179,26 +170,49 @@ class Simulation:
             prompt_tokens=request.prompt_tokens + outcome.output_tokens,
             output_tokens=request.output_tokens - outcome.output_tokens,
             block_ids=request.block_ids,
+            coming=max((run.first_block + run.num_blocks for run in placement.pull_plan), default=0),
         )
         if self._oracle is not None:
             self._oracle.in_flight[number].append(job)
-        self._at(self.now_s + self._scenario.delays.hop_s, lambda: self._submit(number, job, placement.local_blocks))
+        self._at(self.now_s + self._scenario.delays.hop_s, lambda: self._reach(number, job, placement))
 
-    def _submit(self, number: int, job: Job, local_blocks: int) -> None:
+    def _reach(self, number: int, job: Job, placement: Placement) -> None:
+        """The request is at its worker, which pulls before it counts it as its own."""
         outcome, attempt = _key(job)
         worker = self.workers[number]
-        if self._oracle is not None:
-            self._oracle.in_flight[number].remove(job)
         outcome.worker = number
-        if not self._alive[number]:
-            self._at(self.now_s + SUSPECT_S, lambda: self._rescue(job))
-        elif worker.is_stale(job, local_blocks):
+        if self._alive[number] and worker.is_stale(job, placement.local_blocks):
+            self._leave_flight(number, job)
             self._view.report(number, worker, self.now_s)
             self._view.done(attempt, self.now_s, outcome="stale")
             self._wait(outcome)
+        elif self._alive[number] and placement.pull_plan and self._tiers is not None:
+            pull = self._tiers.pull(placement.pull_plan, job.block_ids, self.now_s)
+            for run in placement.pull_plan:
+                if run.kind == "kvstore":
+                    self._tell_node(number_of(run.location_id))
+            self._at(pull.end_s, lambda: self._pulled(number, job, placement, pull))
         else:
-            worker.submit(job, self.now_s)
-            self._after(number, admitted=(str(attempt),))
+            self._submit(number, job)
+
+    def _pulled(self, number: int, job: Job, placement: Placement, pull: Pull) -> None:
+        outcome, worker = _key(job)[0], self.workers[number]
+        if self._alive[number]:
+            worker.receive(job.block_ids[: pull.end])
+            outcome.pulled_tokens = (pull.end - placement.pull_plan[0].first_block) * worker.profile.block_tokens
+        self._submit(number, job)
+
+    def _submit(self, number: int, job: Job) -> None:
+        self._leave_flight(number, job)
+        if self._alive[number]:
+            self.workers[number].submit(job, self.now_s)
+            self._after(number, admitted=(str(_key(job)[1]),))
+        else:
+            self._at(self.now_s + SUSPECT_S, lambda: self._rescue(job))
+
+    def _leave_flight(self, number: int, job: Job) -> None:
+        if self._oracle is not None:
+            self._oracle.in_flight[number].remove(job)
 
     def _after(self, number: int, *, admitted: tuple[str, ...] = (), ended: tuple[str, ...] = ()) -> None:
         """A worker has changed: tell the router, and come back when it changes next."""
@@ -235,6 +249,8 @@ class Simulation:
         self._next_s[number] = math.inf
         advanced = worker.advance()
         self._view.announce(number, *worker.cache.take_changes(), self.now_s)
+        for job, count in advanced.computed:
+            self._write_behind(number, job.block_ids[:count])
         for job in advanced.first_tokens:
             outcome, _ = _key(job)
             if outcome.first_token_s < 0:
@@ -244,6 +260,21 @@ class Simulation:
         self._after(number, ended=ended)
         for job in advanced.finished:
             self._finish(job)
+
+    def _write_behind(self, number: int, ids: tuple[BlockId, ...]) -> None:
+        if self._tiers is not None:
+            there_s = self._tiers.write(number, ids, self.now_s)
+            if there_s < math.inf:
+                self._at(there_s, lambda: self._written(number, ids))
+
+    def _written(self, number: int, ids: tuple[BlockId, ...]) -> None:
+        if self._tiers is not None:
+            self._tiers.stores[number].use(ids)
+            self._tell_node(number)
+
+    def _tell_node(self, number: int) -> None:
+        if self._tiers is not None:
+            self._view.announce_node(number, *self._tiers.stores[number].take_changes(), self.now_s)
 
     def _finish(self, job: Job) -> None:
         outcome, attempt = _key(job)
@@ -265,12 +296,10 @@ class Simulation:
         self._follow(outcome)
 
     def _follow(self, outcome: Outcome) -> None:
-        """The session's next request comes when it came in the trace, but not before this one's answer."""
-        queue = self._followers.get(outcome.request.session)
-        if queue:
-            following = queue.popleft()
-            gap_s = following.request.arrival_s - outcome.request.arrival_s
-            self._at(max(self.now_s, outcome.arrived_s + gap_s), self._arrival_of(following))
+        """The request has ended: its session goes on."""
+        following = self._sessions.after(outcome, self.now_s)
+        if following is not None:
+            self._at(following.arrived_s, self._arrival_of(following))
 
     def _lose_workers(self) -> None:
         numbers = self._random.sample(range(len(self.workers)), self._scenario.lost_workers)

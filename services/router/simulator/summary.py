@@ -18,8 +18,8 @@ class Summary:
     goodput_share: requests within both objectives, of all that arrived; refused ones are misses. goodput_rps: those
     per second of the time in which requests arrived. Percentiles are nearest-rank, over requests that were served.
     hit_rate: prompt tokens of served requests that were cached where they ran; hit_rate_of_ideal: as a share of what
-    one infinite cache for all would have had. load_imbalance: the busiest worker's busy time over the mean.
-    ttft_error: median of |predicted - actual| / actual.
+    one infinite cache for all would have had. pulled_share: prompt tokens of them that were pulled from others.
+    load_imbalance: the busiest worker's busy time over the mean. ttft_error: median of |predicted - actual| / actual.
     """
 
     policy: str
@@ -38,6 +38,7 @@ class Summary:
     tpot_p99_s: float
     hit_rate: float
     hit_rate_of_ideal: float
+    pulled_share: float
     load_imbalance: float
     utilisation: float
     preemptions: int
@@ -90,6 +91,7 @@ def summarise(scenario: Scenario, trace: Trace, outcomes: Sequence[Outcome], wor
         tpot_p99_s=_percentile(tpots, 0.99),
         hit_rate=cached_tokens / max(1, prompt_tokens),
         hit_rate_of_ideal=cached_tokens / ideal if ideal else 1.0,
+        pulled_share=sum(outcome.pulled_tokens for outcome in served) / max(1, prompt_tokens),
         load_imbalance=max(busy) * len(busy) / sum(busy) if sum(busy) else 1.0,
         utilisation=sum(busy) / len(busy) / max(ended_s, arriving_s, 1e-9),
         preemptions=sum(worker.preemptions for worker in workers),

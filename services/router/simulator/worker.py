@@ -86,6 +86,15 @@ class SimWorker:
         elif not self._chunks and not was_blocked:
             self._cut(now_s)
 
+    def receive(self, ids: Sequence[BlockId]) -> None:
+        """A pull has brought a prompt's leading blocks: they join the cache as far as there is room."""
+        hits = self.cache.match(ids)
+        self.cache.hold(ids[:hits])
+        new = ids[hits:][: self.cache.available]
+        self.cache.take(len(new))
+        self.cache.register(new)
+        self.cache.release(ids[: hits + len(new)])
+
     def advance(self) -> Advanced:
         """The segment is over: take its results in and begin the next."""
         result = Advanced()
@@ -105,7 +114,8 @@ class SimWorker:
                 result.finished.append(job)
         for job, tokens in self._chunks:
             job.missing -= tokens * steps
-            self._register(job)
+            if self._register(job):
+                result.computed.append((job, job.shared))
             if not job.missing:
                 self._draw(job, now_s, result)
         for job in result.finished:
@@ -131,6 +141,8 @@ class SimWorker:
         """When the last of `jobs` would have its first token if they came now, and nothing after. Changes nothing."""
         ahead = self._ahead(now_s)
         ahead.waiting.extend(_prompt(job, job.known_tokens) for job in jobs)
+        for job in jobs:
+            ahead.expect(job.block_ids[: job.coming])
         ahead.waiting[-1].is_wanted = True
         return ahead.first_token_s()
 
@@ -275,13 +287,14 @@ class SimWorker:
         self._prefilling[job] = None
         return True
 
-    def _register(self, job: Job) -> None:
-        """What is computed of a prompt becomes reusable, block by block."""
+    def _register(self, job: Job) -> bool:
+        """What is computed of a prompt becomes reusable, block by block; whether there was any."""
         computed = (job.known_tokens - job.missing) // self.profile.block_tokens
         new = job.block_ids[job.shared : computed]
         self.cache.register(new)
         job.shared += len(new)
         job.private -= len(new)
+        return bool(new)
 
     def _draw(self, job: Job, now_s: float, result: Advanced) -> None:
         """A prompt is computed: its next token comes with this step."""

@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 
+from services.common.links import Link
 from services.router.policies import POLICIES
+from services.router.simulator.lower_tiers import TierProfile
 from services.router.simulator.oracle import NAME
 from services.router.simulator.planner import MOST_WORKERS, NotEnoughError, find_workers
 from services.router.simulator.simulation import simulate
@@ -65,6 +67,32 @@ def test_what_lost_workers_had_is_served_by_the_others() -> None:
     late = {outcome.worker for outcome in outcomes if outcome.arrived_s > last + 2.0}
     assert len(late) == 2
     assert len(workers) == 4
+
+
+LOWER_TIERS = TierProfile(40_000, 400_000, Link(10e9, 0.001), Link(3e9, 0.001))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, NAME])
+def test_every_request_ends_once_with_lower_tiers_and_lost_workers(policy: str) -> None:
+    requests = random_trace(2, 150, rate=80.0)
+    outcomes, workers = simulate(scenario(policy=policy, lower_tiers=LOWER_TIERS, lost_workers=1), requests)
+    assert all(outcome.ended_s >= 0 for outcome in outcomes)
+    assert all(outcome.pulled_tokens <= outcome.request.prompt_tokens for outcome in outcomes)
+    assert all(worker.is_idle for worker in workers)
+
+
+def test_lower_tiers_give_back_what_workers_have_no_room_for() -> None:
+    without, with_them = run(rate=60.0), run(rate=60.0, lower_tiers=LOWER_TIERS)
+    assert without.pulled_share == 0.0
+    assert with_them.pulled_share > 0.05
+    assert with_them.hit_rate_of_ideal > without.hit_rate_of_ideal + 0.05
+    assert with_them.ttft_mean_s < without.ttft_mean_s
+    assert with_them == run(rate=60.0, lower_tiers=LOWER_TIERS)
+
+
+def test_links_that_are_slower_than_computing_are_not_used() -> None:
+    slow = TierProfile(40_000, 400_000, Link(1e9, 0.001), Link(1e9, 0.001))
+    assert run(rate=60.0, lower_tiers=slow).pulled_share == 0.0
 
 
 def test_requests_of_a_session_wait_for_each_other() -> None:
