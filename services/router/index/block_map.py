@@ -2,7 +2,8 @@
 
 What one location holds has a slot, and the slots of a block's holders are an interned set with a number. Most blocks
 of a prefix have the very same holders, and holders are prefix-closed: who holds a block holds all before it. So a
-lookup jumps: where two blocks of a prompt have the same number, all between them have it too.
+lookup jumps: where two blocks of a prompt have the same number, all between them have it too. Where jumps are short,
+along prefixes that many hold to many depths, lookups go through `segments` in one step.
 
 A location may for a moment not be prefix-closed, as when a change of many blocks comes in parts. What a lookup says of
 it then is still a place where the location holds one block and not the next, at or after its first gap: too long at
@@ -20,44 +21,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from services.common.announcements import Tier, xor_of
 from services.common.blocks import BlockId
-from services.router.index.holder_sets import FEW_BITS, HolderSets, flags_of, slots_of, slots_of_each
+from services.router.index.costly_walks import CostlyWalks
+from services.router.index.holder_sets import HolderSets, slots_of
+from services.router.index.runs import Runs
+from services.router.index.segments import Segments
 
 NUM_PARTS = 256
-# More runs of many slots than this are taken apart all at once.
-_FEW_LARGE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Who holds how much of a prompt: of each (length, mask), slots in `mask` hold exactly `length` leading blocks.
-
-    Lengths rise and are 1 or more; slots in no mask hold none.
-    """
-
-    runs: tuple[tuple[int, int], ...]
-
-    def lengths(self, num_slots: int) -> npt.NDArray[np.int32]:
-        """Leading blocks held, by slot."""
-        result = np.zeros(num_slots, np.int32)
-        large: list[tuple[int, int]] = []
-        for run in self.runs:
-            length, mask = run
-            if mask.bit_count() > FEW_BITS:
-                large.append(run)
-            else:
-                for slot in slots_of(mask):
-                    result[slot] = length
-        if len(large) > _FEW_LARGE:
-            numbers, slots = slots_of_each([mask for _, mask in large], num_slots)
-            result[slots] = np.array([length for length, _ in large], np.int32)[numbers]
-        else:
-            for length, mask in large:
-                result[flags_of(mask, num_slots)] = length
-        return result
+# What no block has: of the one before, where the next one must be looked at by itself.
+_NO_NUMBER = -1
 
 
 @dataclass(slots=True)
@@ -81,7 +55,11 @@ class BlockMap:
     def __init__(self) -> None:
         self._parts: list[dict[BlockId, int]] = [{} for _ in range(NUM_PARTS)]
         self._sets = HolderSets()
+        self._segments = Segments(self._parts, self._sets)
+        self._costly = CostlyWalks()
+        # As a mask and, by slot, as flags; there may be fewer or more flags than slots.
         self._shown = 0
+        self._shown_flags = np.zeros(0, np.bool_)
         self._free_slots: list[int] = []
         # Bits of retired sets: those of the present pass, which has come as far as the part _sweep_at, and later ones.
         self._sweeping = 0
@@ -105,10 +83,15 @@ class BlockMap:
     def show(self, held: HeldSet) -> None:
         """`find` sees it from now on."""
         self._shown |= 1 << held.slot
+        if held.slot >= len(self._shown_flags):
+            self._shown_flags = np.pad(self._shown_flags, (0, held.slot + 1))
+        self._shown_flags[held.slot] = True
 
     def retire(self, held: HeldSet) -> None:
         """`find` sees it no more; `sweep` removes what it held."""
-        self._shown &= ~(1 << held.slot)
+        if self._shown >> held.slot & 1:
+            self._shown ^= 1 << held.slot
+            self._shown_flags[held.slot] = False
         if held.count:
             self._retired |= held.bits
         else:
@@ -128,7 +111,7 @@ class BlockMap:
 
     def add(self, held: HeldSet, entries: Iterable[tuple[BlockId, int]]) -> None:
         """`held` has these blocks in these tiers, whether or not it had them before."""
-        bit, parts, sets = 1 << held.slot, self._parts, self._sets
+        bit, parts, sets, segments = 1 << held.slot, self._parts, self._sets, self._segments
         new: list[BlockId] = []
         before: int | None = None
         after, last_tier, is_new, moved = 0, -1, False, 0
@@ -139,7 +122,13 @@ class BlockMap:
                 sets.move(before, after, moved)
                 before, last_tier, moved = number, tier, 0
                 mask = sets.masks[number] if number is not None else 0
-                is_new, wanted = not mask & bit, sets.number_of(self._with(held, mask, tier))
+                is_new = not mask & bit
+                if number in segments.places:
+                    segments.changed(number, self._with(held, mask, tier), held.slot)
+                    before = _NO_NUMBER
+                    new += [id_] * is_new
+                    continue
+                wanted = sets.number_of(self._with(held, mask, tier))
                 assert wanted is not None
                 after = wanted
             if is_new:
@@ -153,6 +142,7 @@ class BlockMap:
     def remove(self, held: HeldSet, ids: Iterable[BlockId]) -> None:
         """`held` has `ids` no more; those that it did not have are ignored."""
         bit, keep, parts, sets = 1 << held.slot, ~held.bits, self._parts, self._sets
+        segments = self._segments
         gone: list[BlockId] = []
         before: int | None = None
         after: int | None = None
@@ -165,6 +155,12 @@ class BlockMap:
                 before, moved = number, 0
                 mask = sets.masks[number] if number is not None else 0
                 is_held = bool(mask & bit)
+                if number in segments.places:
+                    if is_held:
+                        gone.append(id_)
+                        segments.changed(number, mask & keep, held.slot)
+                    before = _NO_NUMBER
+                    continue
                 after = sets.number_of(mask & keep) if is_held else number
             if is_held:
                 gone.append(id_)
@@ -180,18 +176,28 @@ class BlockMap:
         return number is not None and held.ssd_slot >= 0 and bool(self._sets.masks[number] >> held.ssd_slot & 1)
 
     def find(self, ids: Sequence[BlockId]) -> Runs:
-        """How many of the leading `ids` each shown set has.
+        """How many of the leading `ids`, consecutive blocks of a prefix from its first, each shown set has."""
+        if not ids:
+            return Runs(())
+        at, alive, passed = 0, self._shown, None
+        if self._segments and (passed := self._segments.follow(ids, self._shown_flags[: self.num_slots])):
+            at, alive = passed.num_blocks, passed.alive() if passed.num_blocks < len(ids) else 0
+        runs = self._walk(ids, at, alive) if alive else []
+        if self._costly.count(ids, at, runs):
+            self._segments.build(ids[at : runs[-1][0]], self.num_slots)
+        return Runs(tuple(runs), None if passed is None else passed.depths)
+
+    def _walk(self, ids: Sequence[BlockId], at: int, alive: int) -> list[tuple[int, int]]:
+        """Lengths of more than `at`, and the slots among `alive`, which hold `at` blocks, that have them.
 
         Bisection between the block reached and the last one, with every block looked at kept for what comes after:
         about log2(blocks) of them for each change of the holders, and never one of them twice.
         """
         runs: list[tuple[int, int]] = []
-        if not ids:
-            return Runs(())
         parts, masks = self._parts, self._sets.masks
-        at, here = 0, parts[ids[0][0]].get(ids[0])
-        alive = masks[here] & self._shown if here is not None else 0
-        ahead = [(last, parts[ids[last][0]].get(ids[last]))] if (last := len(ids) - 1) else []
+        here = parts[ids[at][0]].get(ids[at])
+        alive = masks[here] & alive if here is not None else 0
+        ahead = [(last, parts[ids[last][0]].get(ids[last]))] if (last := len(ids) - 1) > at else []
         while alive and ahead:
             right, there = ahead[-1]
             if there == here:
@@ -210,7 +216,7 @@ class BlockMap:
             ahead.pop()
         if alive:
             runs.append((at + 1, alive))
-        return Runs(tuple(runs))
+        return runs
 
     def _with(self, held: HeldSet, mask: int, tier: int) -> int:
         """A block's mask once `held` has it in `tier`."""
@@ -223,6 +229,7 @@ class BlockMap:
 
     def _sweep_part(self, part: dict[BlockId, int]) -> None:
         gone, sets = self._sweeping, self._sets
+        self._segments.sweep(part, gone)
         concerned = [number for number in set(part.values()) if sets.masks[number] & gone]
         after = {number: sets.number_of(sets.masks[number] & ~gone) for number in concerned}
         moved = dict.fromkeys(concerned, 0)
@@ -239,7 +246,9 @@ class BlockMap:
         return self.num_slots - 1
 
     def _free(self, bits: int) -> None:
-        self._free_slots.extend(map(int, slots_of(bits)))
+        slots = slots_of(bits)
+        self._segments.forget(slots)
+        self._free_slots.extend(slots)
 
 
 def _put(part: dict[BlockId, int], id_: BlockId, number: int | None) -> None:

@@ -53,6 +53,15 @@ class HolderSets:
                 self.masks[before] = 0
                 self._free.append(before)
 
+    def new_own(self, mask: int) -> int:
+        """A number for one block alone, whose mask its user changes in place; no other block gets it."""
+        return self._new(mask)
+
+    def free_own(self, number: int) -> None:
+        """The number of `new_own` is used no more."""
+        self.masks[number] = 0
+        self._free.append(number)
+
     def _new(self, mask: int) -> int:
         if self._free:
             number = self._free.pop()
@@ -71,10 +80,12 @@ def flags_of(mask: int, num_slots: int) -> npt.NDArray[np.bool_]:
 
 def slots_of_each(masks: Sequence[int], num_slots: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """All bits of all masks: the number of the mask and the slot of each, in no order."""
-    num_bytes = (num_slots + 7) // 8
+    num_bytes = (num_slots + 63) // 64 * 8
     raw = np.frombuffer(b"".join([mask.to_bytes(num_bytes, "little") for mask in masks]), np.uint8)
-    # Most bytes are zero where many sets are sparse: only the others are taken apart.
-    places = np.flatnonzero(raw)
+    # Most words are zero where many sets are sparse, and most bytes of the others: only the rest is taken apart.
+    words = np.flatnonzero(raw.view(np.uint64))
+    word, byte = raw.reshape(-1, 8)[words].nonzero()
+    places = words[word] * 8 + byte
     which, bits = np.unpackbits(raw[places, None], axis=1, bitorder="little").nonzero()
     numbers, offsets = np.divmod(places[which], num_bytes)
     return numbers, offsets * 8 + bits

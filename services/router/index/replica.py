@@ -13,7 +13,8 @@ from enum import Enum
 
 from services.common.announcements import Header, Kind
 from services.common.blocks import BlockId
-from services.router.index.block_map import BlockMap, HeldSet, Runs
+from services.router.index.block_map import BlockMap, HeldSet
+from services.router.index.runs import Runs
 
 
 class Applied(Enum):
