@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+_IntArray = npt.NDArray[np.int64]
+_FloatArray = npt.NDArray[np.float64]
 
 # Share of a step of one sequence that each further one adds, before it has been measured.
 _SEQUENCE_SHARE = 0.03
@@ -22,8 +29,16 @@ class StepWork:
     context_tokens: int
 
 
-def pairs_of(start: float, length: float) -> float:
-    """Pairs of a prompt's chunk that begins after `start` tokens."""
+@overload
+def pairs_of(start: float, length: float) -> float: ...
+
+
+@overload
+def pairs_of(start: _IntArray, length: _IntArray) -> _FloatArray: ...
+
+
+def pairs_of(start: float | _IntArray, length: float | _IntArray) -> float | npt.NDArray[Any]:
+    """Pairs of a prompt's chunk of `length` tokens that begins after `start` tokens; of each of many chunks."""
     return length * (start + length / 2)
 
 

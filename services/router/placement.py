@@ -10,6 +10,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from services.common.running_mean import RunningMean
 from services.router.admission import RETRY_S, AdmissionConfig, Forecast, admissible
 from services.router.calibration import Calibration
 from services.router.capability import candidates as able_candidates
@@ -20,7 +21,6 @@ from services.router.policies import POLICIES, Policy
 from services.router.policies.costs import Costs, estimate
 from services.router.policies.pulls import NO_SOURCE, PullPlans
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView, rendezvous
-from services.router.rates import RunningMean
 from services.router.workers import WorkerTable
 
 # Blocks of a prompt that say where requests like it go when nothing else does.

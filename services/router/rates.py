@@ -23,15 +23,3 @@ class StepSlope:
                 measured_s if self.value_s < 0 else self.value_s + _SLOPE_WEIGHT * (measured_s - self.value_s)
             )
         return self.value_s if self.value_s >= 0 else _SLOPE_SHARE * idle_step_s
-
-
-@dataclass(slots=True)
-class RunningMean:
-    """An exponentially weighted mean."""
-
-    value: float
-    weight: float = 0.05
-
-    def update(self, sample: float) -> None:
-        """Take one sample in."""
-        self.value += self.weight * (sample - self.value)

@@ -24,6 +24,7 @@ from services.common.keys import KeySpace, ShardKeys
 from services.common.lua import LuaScript
 from services.common.redis_client import COMMAND_TIMEOUT_S, REDIS_ERRORS, Backoff, RedisClient, RedisHealth
 from services.common.registry import FREEZE_S
+from services.common.stream_entries import Position, entries_of, format_position, parse_position
 from services.router.index.replica import Applied, Location, Replica
 
 OVERVIEW_EVERY_S = 2.0
@@ -56,7 +57,7 @@ class _Holder:
 
 @dataclass(frozen=True, slots=True)
 class _Overview:
-    position: tuple[int, int]
+    position: Position
     holders: dict[str, _Holder]
     # What the replica had of this shard when it was asked for.
     known: dict[str, tuple[int, int]]
@@ -143,7 +144,7 @@ class _Shard:
             self._client, [keys.incarnation, keys.members, keys.changes], [keys.meta_prefix, secrets.token_hex(8)]
         )
         if self._incarnation is None:
-            self._position = _parse_position(position)
+            self._position = parse_position(position)
         elif self._incarnation != incarnation:
             _log.warning("redis has lost the location index", shard=keys.shard)
             self._position = (0, 0)
@@ -153,25 +154,25 @@ class _Shard:
             name.decode(): _Holder(int(epoch), int(seq), int(count), unpack_xor(xor))
             for name, epoch, seq, count, xor in found
         }
-        self._overview = _Overview(_parse_position(position), holders, known)
+        self._overview = _Overview(parse_position(position), holders, known)
 
     async def _read_changes(self, wait_s: float) -> None:
         """Apply what the stream has; while no overview is being caught up with, wait up to `wait_s` for something."""
         pending = self._overview is not None
         async with asyncio.timeout(COMMAND_TIMEOUT_S if pending else wait_s + COMMAND_TIMEOUT_S):
             reply = await self._client.xread(
-                {self._keys.changes: _format_position(self._position)},
+                {self._keys.changes: format_position(self._position)},
                 count=_READ_ENTRIES,
                 block=None if pending else max(1, int(wait_s * 1000)),
             )
-        entries = _entries_of(reply)
+        entries = entries_of(reply)
         if pending and not entries and self._overview is not None:
             # Nothing more is to come up to the overview: it was trimmed, or we are there.
             self._position = max(self._position, self._overview.position)
         work = 0
         for position, fields in entries:
             await self._apply(fields)
-            self._position = _parse_position(position)
+            self._position = parse_position(position)
             work += _ENTRY_BYTES + len(fields[b"a"]) + len(fields[b"r"])
             if work > _YIELD_BYTES:
                 work = 0
@@ -244,20 +245,3 @@ def _differs(location: Location, holder: _Holder) -> bool:
     if (location.epoch, location.seq) != (holder.epoch, holder.seq) or location.staged is not None:
         return False
     return holder.seq >= location.verify_from and not location.agrees(holder.count, holder.xor)
-
-
-def _entries_of(reply: object) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of the one stream in an XREAD reply, in either form of the protocol."""
-    if not reply:
-        return []
-    stream = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]  # type: ignore[index]
-    return [entry for part in stream for entry in (part if isinstance(part, list) else [part])]
-
-
-def _format_position(position: tuple[int, int]) -> str:
-    return f"{position[0]}-{position[1]}"
-
-
-def _parse_position(position: bytes) -> tuple[int, int]:
-    milliseconds, _, number = position.partition(b"-")
-    return int(milliseconds), int(number)

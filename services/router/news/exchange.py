@@ -19,6 +19,7 @@ from opentelemetry import metrics
 
 from services.common.keys import KeySpace
 from services.common.redis_client import BLOCK_MS, COMMAND_TIMEOUT_S, REDIS_ERRORS, Backoff, RedisClient, RedisHealth
+from services.common.stream_entries import entries_of
 from services.router.news.messages import Bulletin, News
 from services.router.news.outbox import NewsOutbox
 
@@ -103,7 +104,7 @@ class NewsExchange:
         """What has come after `position`; the new position."""
         async with asyncio.timeout(COMMAND_TIMEOUT_S):
             reply = await self._client.xread({self._key: position}, count=_READ_ENTRIES, block=BLOCK_MS)
-        for entry, fields in _entries_of(reply):
+        for entry, fields in entries_of(reply):
             position = entry
             self._take_in(fields.get(_FIELD, b""))
         return position
@@ -122,10 +123,3 @@ class NewsExchange:
         for news in bulletin.news:
             self._apply(news, now_s)
         _received.add(len(bulletin.news), {"outcome": "taken"})
-
-
-def _entries_of(reply: object) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of the one stream in an XREAD reply (RESP 3: a list of lists of entries under its name)."""
-    if not isinstance(reply, dict):
-        return []
-    return [entry for parts in reply.values() for part in parts for entry in part]

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.common.step_costs import pairs_of
 from services.router.policies.correction import features
-from services.router.policies.engine_time import interference_s, pairs_of, work_ahead
+from services.router.policies.engine_time import interference_s, work_ahead
 from services.router.policies.harm import (
     MAX_SHARE,
     answer_s,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.fair_queue import class_index
+from services.common.step_costs import pairs_of
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, WorkerRows
 
 # Prompt tokens that a step takes in however much is decoding; the worker's scheduler has the same number.
@@ -47,11 +48,6 @@ def work_ahead(request: PolicyRequest, rows: WorkerRows) -> Ahead:
     in_flight_s = np.where(rows["decoding"] > 0, step_s / 2, 0.0)
     elapsed_s = np.clip(request.now_s - rows["told_s"], 0.0, computing_s * reported / np.maximum(1.0, tokens))
     return Ahead(tokens, np.maximum(computing_s - elapsed_s, in_flight_s), room, step_s)
-
-
-def pairs_of(start: IntArray, tokens: IntArray) -> FloatArray:
-    """For each of the `tokens` that follow `start` others, those before it, summed."""
-    return tokens * (start + tokens / 2.0)
 
 
 def prefill_s(request: PolicyRequest, rows: WorkerRows, held: IntArray) -> FloatArray:

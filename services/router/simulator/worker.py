@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from services.common.blocks import BlockId
+from services.common.learned_speed import LearnedSpeed
 from services.router.simulator.block_cache import BlockCache
 from services.router.simulator.forecast import Lookahead, Prompt
 from services.router.simulator.job import MIN_PREFILL_TOKENS, Advanced, Job, WorkerProfile, WorkerState
-from services.router.simulator.learned_rates import LearnedRates
 
 
 class SimWorker:
@@ -29,7 +29,7 @@ class SimWorker:
     def __init__(self, profile: WorkerProfile) -> None:
         self.profile = profile
         self.cache = BlockCache(profile.num_blocks)
-        self.rates = LearnedRates(profile.time_model.prefill_tokens_per_s, profile.time_model.step_s(0, 1))
+        self.rates = LearnedSpeed(profile.time_model.prefill_tokens_per_s, profile.time_model.step_s(0, 1))
         self.end_s = math.inf
         self.busy_s = 0.0
         self.prefilled_tokens = 0
