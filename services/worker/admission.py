@@ -36,6 +36,9 @@ def check_request(request: Request, limits: SchedulerLimits, num_blocks: int) ->
         raise _invalid("prompt, max_tokens and num_choices must not be empty or zero")
     if request.num_choices > MAX_CHOICES:
         raise _invalid(f"num_choices={request.num_choices} is above {MAX_CHOICES}")
+    going_on = request.num_choices - sum(output.finished for output in request.known.values())
+    if request.is_held and going_on > limits.max_running:
+        raise _invalid(f"{going_on} choices cannot be held where {limits.max_running} run at once")
     if total > limits.max_context:
         raise _invalid(
             f"{num_prompt} prompt and {request.max_tokens} output tokens exceed a context of {limits.max_context}"

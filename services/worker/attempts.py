@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvmesh.v1 import worker_pb2
 
+from services.worker.convert import known_outputs
 from services.worker.exchange import Exchange
 from services.worker.front import Front
 from services.worker.messages import RequestFailed
@@ -40,6 +41,9 @@ class Attempt(Protocol):
 
     def take(self) -> list[worker_pb2.WorkerGenerateResponse]:
         """What has been said since the last call, as far as one message may go."""
+
+    def resume(self, further: Iterable[worker_pb2.KnownOutput]) -> None:
+        """Draw on after what has become known."""
 
     def leave(self, *, complete: bool = False) -> None:
         """This caller reads no more. complete: nothing more need be computed, either."""
@@ -90,6 +94,10 @@ class OwnAttempt:
     def take(self) -> list[worker_pb2.WorkerGenerateResponse]:
         """All that has been said: the stream's queue is bounded."""
         return self._context.run(list, self._exchange.responses(self.stream.drain()))
+
+    def resume(self, further: Iterable[worker_pb2.KnownOutput]) -> None:
+        """See Attempt."""
+        self._front.resume(self.stream, known_outputs(further))
 
     def leave(self, *, complete: bool = False) -> None:
         """Release everything."""

@@ -15,6 +15,7 @@ from services.worker.messages import (
     EngineLoad,
     HolderRun,
     KnownOutput,
+    MoveRequested,
     PositionLogprob,
     RequestUsage,
     Sampling,
@@ -23,6 +24,11 @@ from services.worker.messages import (
 
 _KINDS = {common_pb2.LOCATION_KIND_WORKER: "worker", common_pb2.LOCATION_KIND_KVSTORE: "kvstore"}
 _KIND_NUMBERS = {name: number for number, name in _KINDS.items()}
+_MOVE_REASONS = {
+    "draining": worker_pb2.MOVE_REASON_DRAINING,
+    "short_of_blocks": worker_pb2.MOVE_REASON_SHORT_OF_BLOCKS,
+    "priority": worker_pb2.MOVE_REASON_PRIORITY,
+}
 _FINISH = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
 
 
@@ -47,6 +53,7 @@ def submit_message(
         deadline_s=deadline_s,
         traceparent=traceparent,
         known=known_outputs(request.known),
+        hold_s=request.hold_s,
     )
 
 
@@ -69,6 +76,11 @@ def finish_proto(output: ChoiceOutput) -> worker_pb2.WorkerGenerateResponse:
     """The end of a choice."""
     finish = worker_pb2.WorkerChoiceFinish(choice=output.choice, reason=_FINISH[output.finish])
     return worker_pb2.WorkerGenerateResponse(finish=finish)
+
+
+def move_proto(wish: MoveRequested) -> worker_pb2.WorkerGenerateResponse:
+    """The wish that a request goes on elsewhere."""
+    return worker_pb2.WorkerGenerateResponse(move_wanted=worker_pb2.MoveWanted(reason=_MOVE_REASONS[wish.reason]))
 
 
 def completed_proto(usage: RequestUsage) -> worker_pb2.WorkerGenerateResponse:

@@ -25,17 +25,20 @@ from services.worker.messages import (
     DrainEngine,
     EngineLoad,
     Message,
+    MoveRequested,
+    PreparedRequest,
     PushTarget,
     RequestAborted,
     RequestFailed,
     RequestUsage,
+    Resume,
     StaleRequest,
     StepOutput,
     Submit,
 )
 from services.worker.mover_messages import PinBlocks, PullCut, PullDone, PushDone, Unpin
 from services.worker.rates import Rates
-from services.worker.requests import request_of, usage_of
+from services.worker.requests import known_by_choice, request_of, usage_of
 from services.worker.scheduler import Advance, Chunk, Scheduler
 from services.worker.sequence import Request, Status
 from services.worker.step_fit import step_work
@@ -85,6 +88,8 @@ class EngineCore:
         match message:
             case Submit():
                 self._submit(message, now)
+            case Resume():
+                self._resume(message)
             case Abort(key=key):
                 self._abort(key, now)
             case DrainEngine():
@@ -109,14 +114,21 @@ class EngineCore:
             self.to_front.append(RequestFailed(key, code, detail))
 
     def expire(self, now: float) -> None:
-        """End the requests whose deadline has passed."""
-        late = [request.key for request in self.scheduler.requests.values() if request.deadline_s <= now]
+        """End the requests whose deadline has passed, and those that were held in vain."""
+        requests = self.scheduler.requests.values()
+        late = [request.key for request in requests if request.deadline_s <= now]
         for key in late:
             self.fail_request(key, "DEADLINE_EXCEEDED", "the deadline passed while the request was served")
+        held = [request.key for request in requests if request.held_until_s is not None and request.held_until_s <= now]
+        for key in held:
+            self.fail_request(key, "ABORTED", "the attempt was held and not resumed in time")
 
     def schedule(self, now: float) -> list[Chunk]:
         """What to compute next; empty when there is nothing."""
-        return self.scheduler.schedule(self._step_tokens, now)
+        chunks = self.scheduler.schedule(self._step_tokens, now)
+        self.to_front += [PreparedRequest(key) for key in self.scheduler.take_prepared()]
+        self.to_front += [MoveRequested(key, reason) for key, reason in self.scheduler.moves.take()]
+        return chunks
 
     @staticmethod
     def draw_rows(chunks: Sequence[Chunk]) -> list[DrawRow]:
@@ -235,9 +247,21 @@ class EngineCore:
         else:
             self.to_mover.append(pull)
 
+    def _resume(self, message: Resume) -> None:
+        request = self.scheduler.requests.get(message.key)
+        if request is None:
+            return
+        try:
+            self.scheduler.resume(request, known_by_choice(message.further))
+        except Refused as refusal:
+            self.fail_request(message.key, refusal.code, refusal.detail)
+            return
+        if request.is_finished:
+            self._complete(request)
+
     def _complete(self, request: Request) -> None:
         """Nothing is left to draw of a request, and no step will say so."""
-        self.scheduler.remove(request.key)
+        self._remove(request.key)
         self.to_front.append(StepOutput([], [usage_of(request)]))
 
     def _abort(self, key: int, now: float) -> None:

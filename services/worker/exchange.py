@@ -10,9 +10,17 @@ import structlog
 from kvmesh.v1 import worker_pb2
 from opentelemetry import context as otel_context
 
-from services.worker.convert import chunk_proto, completed_proto, finish_proto, load_proto
+from services.worker.convert import chunk_proto, completed_proto, finish_proto, load_proto, move_proto
 from services.worker.front import Front
-from services.worker.messages import AdmittedRequest, ChoiceOutput, RequestFailed, RequestUsage, StaleRequest
+from services.worker.messages import (
+    AdmittedRequest,
+    ChoiceOutput,
+    MoveRequested,
+    PreparedRequest,
+    RequestFailed,
+    RequestUsage,
+    StaleRequest,
+)
 from services.worker.observation import record_spans
 from services.worker.streams import Event
 
@@ -48,6 +56,10 @@ class Exchange:
             case AdmittedRequest(cached_tokens=cached_tokens):
                 admitted = worker_pb2.Admitted(worker_id=self._worker_id, cached_tokens=cached_tokens)
                 yield worker_pb2.WorkerGenerateResponse(admitted=admitted)
+            case PreparedRequest():
+                yield worker_pb2.WorkerGenerateResponse(prepared=worker_pb2.Prepared())
+            case MoveRequested():
+                yield move_proto(event)
             case StaleRequest():
                 self.is_over = True
                 self._front.metrics.ended("stale")

@@ -25,10 +25,14 @@ from services.worker.messages import (
     DrainEngine,
     EngineFailed,
     EngineLoad,
+    KnownOutput,
     Message,
+    MoveRequested,
+    PreparedRequest,
     PushTarget,
     RequestAborted,
     RequestFailed,
+    Resume,
     StaleRequest,
     StepOutput,
     Submit,
@@ -99,6 +103,11 @@ class Front:
             raise
         return stream
 
+    def resume(self, stream: RequestStream, further: list[KnownOutput]) -> None:
+        """Let a held request draw on after `further`; nothing when it has ended."""
+        if not stream.is_ended:
+            self._engine.link.send(Resume(stream.key, further))
+
     def release(self, stream: RequestStream) -> None:
         """The stream's reader has gone; what the engine still does for it is aborted. Idempotent."""
         if self.streams.close(stream.key) is None:
@@ -118,10 +127,12 @@ class Front:
         stream.put(RequestFailed(stream.key, code, detail))
 
     def drain(self) -> None:
-        """Take no more requests; open ones go on."""
+        """Take no more requests; open ones go on, and their readers are asked to move them."""
         if not self.board.draining:
             self.board.set_draining()
             self._engine.link.send(DrainEngine())
+            for stream in self.streams.admitted():
+                self._deliver(MoveRequested(stream.key, "draining"))
 
     def set_push_target(self, target: PushTarget) -> None:
         """Tell engine and mover where blocks are pushed to from now on."""
@@ -156,7 +167,7 @@ class Front:
                     self._deliver(usage)
             case EngineLoad():
                 self.board.publish(message)
-            case AdmittedRequest() | StaleRequest() | RequestFailed():
+            case AdmittedRequest() | StaleRequest() | RequestFailed() | PreparedRequest() | MoveRequested():
                 self._deliver(message)
             case RequestAborted():
                 self.metrics.served(message.usage)
@@ -175,8 +186,13 @@ class Front:
         if isinstance(event, AdmittedRequest):
             stream.admitted = True
             self.board.note_admitted(stream.name)
+        elif isinstance(event, MoveRequested):
+            self.metrics.move_wanted(event.reason)
         if not stream.put(event) and isinstance(event, ChoiceOutput):
             self.fail(stream, "RESOURCE_EXHAUSTED", "the stream is read too slowly")
+        if isinstance(event, AdmittedRequest) and self.board.draining:
+            # It was on its way to the engine when the drain began.
+            self._deliver(MoveRequested(event.key, "draining"))
 
     async def _check_silence(self) -> None:
         """A child that is stopped keeps its socket open; only its silence shows."""

@@ -107,20 +107,28 @@ class Cursor:
         return self._log.read(self)
 
 
-def known_responses(request: worker_pb2.WorkerGenerateRequest) -> list[Response]:
-    """The known output of a request, as if it had been drawn here."""
-    return [response for known in request.known for response in _choice_responses(request, known)]
+class BroughtOutput:
+    """Turns output that the starter of a request brings along into responses, as if it had been drawn here."""
 
+    def __init__(self, request: worker_pb2.WorkerGenerateRequest) -> None:
+        self._max_tokens = request.max_tokens
+        self._stop_token_ids = frozenset(request.stop_token_ids)
+        # Tokens so far, by choice.
+        self._counts: dict[int, int] = {}
 
-def _choice_responses(request: worker_pb2.WorkerGenerateRequest, known: worker_pb2.KnownOutput) -> list[Response]:
-    responses = []
-    if known.token_ids:
-        responses.append(Response(tokens=worker_pb2.TokenChunk(choice=known.choice, token_ids=known.token_ids)))
-    if known.finished:
-        is_cut = len(known.token_ids) >= request.max_tokens and known.token_ids[-1] not in request.stop_token_ids
-        reason = common_pb2.FINISH_REASON_LENGTH if is_cut else common_pb2.FINISH_REASON_STOP
-        responses.append(Response(finish=worker_pb2.WorkerChoiceFinish(choice=known.choice, reason=reason)))
-    return responses
+    def responses(self, outputs: Iterable[worker_pb2.KnownOutput]) -> list[Response]:
+        """What is known now, after what was known before."""
+        return [response for output in outputs for response in self._choice_responses(output)]
+
+    def _choice_responses(self, output: worker_pb2.KnownOutput) -> Iterator[Response]:
+        tokens = output.token_ids
+        count = self._counts[output.choice] = self._counts.get(output.choice, 0) + len(tokens)
+        if tokens:
+            yield Response(tokens=worker_pb2.TokenChunk(choice=output.choice, token_ids=tokens))
+        if output.finished:
+            is_cut = count >= self._max_tokens and self._stop_token_ids.isdisjoint(tokens[-1:])
+            reason = common_pb2.FINISH_REASON_LENGTH if is_cut else common_pb2.FINISH_REASON_STOP
+            yield Response(finish=worker_pb2.WorkerChoiceFinish(choice=output.choice, reason=reason))
 
 
 def _merged(responses: Iterable[Response]) -> Iterator[Response]:

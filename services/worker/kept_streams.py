@@ -8,7 +8,7 @@ the oldest answer that is complete and unread gives way, and where there is none
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import structlog
@@ -17,7 +17,7 @@ from opentelemetry import metrics
 
 from services.worker.attempts import Attempt, OwnAttempt
 from services.worker.errors import Refused
-from services.worker.kept_log import Cursor, KeptLog, known_responses
+from services.worker.kept_log import BroughtOutput, Cursor, KeptLog
 from services.worker.messages import RequestFailed
 from services.worker.streams import RequestStream
 
@@ -100,7 +100,9 @@ class _Kept:
         self.log = KeptLog()
         self.own = own
         self._keep_s = request.keep_s
-        self._known = known_responses(request)
+        self._brought = BroughtOutput(request)
+        # Said as soon as it is admitted.
+        self._known = self._brought.responses(request.known)
         self._on_gone = on_gone
         self._is_gone = False
         self._expiry: asyncio.TimerHandle | None = None
@@ -130,6 +132,16 @@ class _Kept:
         self._keep_s = 0.0
         if not self.log.cursors:
             self.forget("drained")
+
+    def resume(self, further: Iterable[worker_pb2.KnownOutput]) -> None:
+        """Its starter has heard more of another attempt; the other readers are told."""
+        outputs = list(further)
+        responses = self._brought.responses(outputs)
+        if self.own.stream.admitted:
+            self.log.say_known(responses)
+        else:
+            self._known += responses
+        self.own.resume(outputs)
 
     def complete(self) -> None:
         """Nothing more is to be computed; what has been said is the answer."""
@@ -200,6 +212,11 @@ class KeptReader:
     def take(self) -> list[worker_pb2.WorkerGenerateResponse]:
         """See Attempt."""
         return self._cursor.take()
+
+    def resume(self, further: Iterable[worker_pb2.KnownOutput]) -> None:
+        """See Attempt; for the starter alone, who has heard it."""
+        if self._cursor.is_starter and not self._kept.log.is_over:
+            self._kept.resume(further)
 
     def leave(self, *, complete: bool = False) -> None:
         """The attempt goes on; with complete of its starter it is not computed further."""

@@ -63,7 +63,8 @@ class KnownOutput(msgspec.Struct, frozen=True, array_like=True):
 class Submit(Message, frozen=True):
     """Admit one attempt. `key` is unique for the life of the worker and names it in every later message.
 
-    deadline_s: seconds left, from sending. Without block_root and prompt_block_ids nothing of it is cached.
+    deadline_s: seconds left, from sending. Without block_root and prompt_block_ids nothing of it is cached. hold_s:
+    above 0 it computes what is known and draws nothing before its Resume, for which it waits so many seconds.
     """
 
     key: int
@@ -82,6 +83,14 @@ class Submit(Message, frozen=True):
     deadline_s: float
     traceparent: str
     known: list[KnownOutput] = []
+    hold_s: float = 0.0
+
+
+class Resume(Message, frozen=True):
+    """Draw on after `further`: of a request with hold_s. Unknown keys are ignored."""
+
+    key: int
+    further: list[KnownOutput]
 
 
 class Abort(Message, frozen=True):
@@ -184,6 +193,19 @@ class RequestFailed(Message, frozen=True):
     detail: str
 
 
+class PreparedRequest(Message, frozen=True):
+    """The held request `key` has computed what it knows."""
+
+    key: int
+
+
+class MoveRequested(Message, frozen=True):
+    """Request `key` would better go on elsewhere. reason: "draining", "short_of_blocks" or "priority"."""
+
+    key: int
+    reason: str
+
+
 class PositionLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log probability of the chosen token and of the most likely ones, best first."""
 
@@ -276,7 +298,7 @@ class BlockChanges(Message, frozen=True):
     removes: bytes
 
 
-FromFrontToEngine = Configure | Submit | Abort | DrainEngine | PushTarget
+FromFrontToEngine = Configure | Submit | Resume | Abort | DrainEngine | PushTarget
 FromEngineToFront = (
     EngineReady
     | EngineFailed
@@ -285,6 +307,8 @@ FromEngineToFront = (
     | StaleRequest
     | RequestFailed
     | RequestAborted
+    | PreparedRequest
+    | MoveRequested
     | StepOutput
     | EngineLoad
     | BlockChanges

@@ -32,6 +32,9 @@ class WorkerMetrics:
         )
         self._output_tokens = _meter.create_counter("kvmesh_output_tokens", description="Tokens generated.")
         self._requests = _meter.create_counter("kvmesh_worker_requests", description="Requests by outcome.")
+        self._moves_wanted = _meter.create_counter(
+            "kvmesh_worker_moves_wanted", description="Attempts whose readers were asked to move them, by reason."
+        )
         self._queue_s = _meter.create_histogram("kvmesh_worker_queue_seconds", description="Arrival to first step.")
         self._pull_s = _meter.create_histogram(
             "kvmesh_worker_pull_seconds", description="Pulls of a request, by the slowest tier."
@@ -85,6 +88,10 @@ class WorkerMetrics:
     def ended(self, outcome: str) -> None:
         """A request has ended in another way: "stale", "cancelled" or a status name in lower case."""
         self._requests.add(1, {"outcome": outcome})
+
+    def move_wanted(self, reason: str) -> None:
+        """A reader is asked to move its attempt: "draining", "short_of_blocks" or "priority"."""
+        self._moves_wanted.add(1, {"reason": reason})
 
     def _skipped(self) -> list[Observation]:
         load = self._board.load

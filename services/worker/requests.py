@@ -38,6 +38,7 @@ def request_of(message: Submit, now: float) -> Request:
         deadline_s=now + message.deadline_s,
         traceparent=message.traceparent,
         known=known,
+        held_until_s=now + message.hold_s if message.hold_s > 0 else None,
         output_tokens=known_tokens,
         known_tokens=known_tokens,
     )

@@ -5,26 +5,31 @@ sequences come first, one token each, so that a long prompt does not stall them;
 waiting sequences, which start with the blocks that the pool has already. When blocks run out the sequence that came
 last by (priority, arrival) gives up its blocks and waits; it resumes by recomputation, mostly from cached blocks.
 
+A held request is computed like any other up to its last known token. It keeps its place and its slots while it waits
+to be resumed, in the same order as the rest: what came later is preempted before it, what came before is not kept from
+running. When it is resumed, what has become known meanwhile is one more chunk of prefill.
+
 Invariants: only RUNNING sequences hold slots. A running sequence has slots for every known token except, while it
-decodes, perhaps the last. The first running sequence is never preempted for another, so work always ends.
+decodes, perhaps the last, or those it was resumed with. The first running sequence is never preempted for another, so
+work always ends: a held one ends when its time is up.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-import numpy as np
-
-from services.common.blocks import BLOCK_TOKENS, chain_block_ids, next_block_id
-from services.worker.admission import SchedulerLimits, check_request
+from services.common.blocks import BLOCK_TOKENS
+from services.worker.admission import SchedulerLimits, check_known, check_request
 from services.worker.ahead import Ahead, check_queue
 from services.worker.block_pool import BlockPool
 from services.worker.errors import Refused
+from services.worker.moves import MoveWishes
 from services.worker.queue_state import QueueState, queue_state
-from services.worker.sequence import Request, Sequence, Status, blocks_for
+from services.worker.registration import Registration
+from services.worker.sequence import Known, Request, Sequence, Status, blocks_for
 
 MIN_PREFILL_TOKENS = 32
 
@@ -55,13 +60,16 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, block_key: bytes) -> None:
         self.requests: dict[int, Request] = {}
         self.preemptions = 0
+        self.moves = MoveWishes()
         self._limits = limits
         self._pool = pool
-        self._block_key = block_key
+        self._registration = Registration(pool, block_key)
         # Both in (priority, arrival) order.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._arrivals = 0
+        # Held requests of which nobody has been told that they are prepared; some may be gone.
+        self._unprepared: set[int] = set()
 
     @property
     def num_running(self) -> int:
@@ -92,6 +100,8 @@ class Scheduler:
         hits = len(self._pool.match(request.hit_ids)) if self._limits.prefix_cache else 0
         check_queue(self._ahead, request, hits, self._limits.max_queue_s * prefill_tokens_per_s)
         self.requests[request.key] = request
+        if request.is_held:
+            self._unprepared.add(request.key)
         return hits
 
     def enqueue(self, request: Request) -> None:
@@ -100,6 +110,26 @@ class Scheduler:
             if sequence.status is Status.PULLING:
                 sequence.status = Status.WAITING
                 bisect.insort(self._waiting, sequence, key=_order)
+
+    def resume(self, request: Request, further: Mapping[int, Known]) -> None:
+        """Let a held request draw on after `further`. Raises Refused, and nothing is changed, where it cannot."""
+        if not request.is_held:
+            raise Refused("INVALID_ARGUMENT", "the attempt is not held")
+        check_known(request, further, self._limits.vocab_size)
+        request.held_until_s = None
+        for choice, output in further.items():
+            request.sequences[choice].append(output)
+            request.output_tokens += len(output.tokens)
+            request.known_tokens += len(output.tokens)
+            if output.finished:
+                self._end(request.sequences[choice])
+
+    def take_prepared(self) -> list[int]:
+        """Keys of held requests that have computed all they may; each is told once."""
+        held = [self.requests[key] for key in self._unprepared if key in self.requests]
+        prepared = [request.key for request in held if request.is_held and request.is_prepared]
+        self._unprepared = {request.key for request in held if request.is_held}.difference(prepared)
+        return prepared
 
     def remove(self, key: int) -> Request | None:
         """Forget a request and release all its sequences hold; None when it is not here. Idempotent."""
@@ -113,12 +143,14 @@ class Scheduler:
         """The next step's chunks; empty when nothing can be computed. Decodes and MIN_PREFILL_TOKENS are always in."""
         chunks: list[Chunk] = []
         for sequence in tuple(self._running):
-            if sequence.status is Status.RUNNING and sequence.num_missing == 1 and self._ensure_slot(sequence):
+            if sequence.status is Status.RUNNING and self._ensure_slots(sequence) and sequence.is_decoding:
                 chunks.append(Chunk(sequence, sequence.num_computed, 1, draws=True))
         # However many decode, prefills go on, or the first long answers would shut out everybody else.
         budget = max(token_budget - len(chunks), min(token_budget, MIN_PREFILL_TOKENS))
         for sequence in self._prefills(now):
-            length = min(sequence.num_missing, budget)
+            length = min(sequence.num_due, budget)
+            if not length:
+                continue
             budget -= length
             chunks.append(Chunk(sequence, sequence.num_computed, length, draws=length == sequence.num_missing))
             if not budget:
@@ -144,23 +176,28 @@ class Scheduler:
             sequence.status = Status.FINISHED
             return sequence
         sequence.status = Status.PULLING
-        if request.is_cacheable and sequence.num_output:
-            parent, first = (sequence.block_ids or [request.block_root])[-1], len(sequence.block_ids) * BLOCK_TOKENS
-            rest = sequence.tokens[first : sequence.num_tokens].astype(np.uint32)
-            sequence.block_ids += chain_block_ids(self._block_key, parent, rest)
+        if self._reuses(request):
+            self._registration.name_blocks(sequence, sequence.num_tokens)
         return sequence
+
+    def _reuses(self, request: Request) -> bool:
+        return self._limits.prefix_cache and request.is_cacheable
 
     def _prefills(self, now: float) -> Iterator[Sequence]:
         """Running prefills, then waiting sequences as they start, while there is room."""
-        yield from [s for s in self._running if s.num_missing > 1]
-        while len(self._running) < self._limits.max_running:
-            index = next((i for i, s in enumerate(self._waiting) if s.request.prefilled or s is s.request.leader), None)
-            if index is None or not self._start(self._waiting[index], now):
+        yield from [s for s in self._running if s.has_slots and not s.is_decoding]
+        while (sequence := self._next_waiting()) is not None:
+            if len(self._running) >= self._limits.max_running or not self._start(sequence, now):
                 # Nobody overtakes a sequence that lacks blocks, or it might wait for ever.
+                self.moves.make_room(sequence.request, self._running)
                 return
-            sequence = self._waiting.pop(index)
+            self._waiting.remove(sequence)
             bisect.insort(self._running, sequence, key=_order)
             yield sequence
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first that may start; siblings of a leader start when their prompt has been computed."""
+        return next((s for s in self._waiting if s.request.prefilled or s is s.request.leader), None)
 
     def _start(self, sequence: Sequence, now: float) -> bool:
         """Take hits and slots for all known tokens; False, and nothing taken, when blocks are missing."""
@@ -183,11 +220,12 @@ class Scheduler:
         self._note_prefilled(sequence, now)
         return True
 
-    def _ensure_slot(self, sequence: Sequence) -> bool:
-        """A slot for the last known token, preempting those that came later; False when it must wait."""
-        if len(sequence.slots) * BLOCK_TOKENS >= sequence.num_tokens:
+    def _ensure_slots(self, sequence: Sequence) -> bool:
+        """Slots for all known tokens, preempting those that came later; False when it must wait."""
+        if sequence.has_slots:
             return True
-        while (slots := self._pool.allocate(1)) is None:
+        missing = blocks_for(sequence.num_tokens) - len(sequence.slots)
+        while (slots := self._pool.allocate(missing)) is None:
             victim = self._running[-1]
             if victim is sequence and len(self._running) == 1:
                 # Only transfers hold the rest, and they end by their deadlines.
@@ -200,6 +238,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
+        self.moves.preempted(sequence.request)
         self._running.remove(sequence)
         self._pool.release(sequence.drop_slots())
         sequence.status = Status.WAITING
@@ -208,7 +247,7 @@ class Scheduler:
     def _advance(self, chunk: Chunk, token: int | None, now: float) -> Advance:
         sequence, request = chunk.sequence, chunk.sequence.request
         sequence.num_computed = chunk.start + chunk.length
-        completed_slot = self._register_full_blocks(sequence)
+        completed_slot = self._registration.register(sequence) if self._reuses(request) else None
         self._note_prefilled(sequence, now)
         if token is None:
             return Advance(sequence, None, "", completed_slot)
@@ -224,7 +263,7 @@ class Scheduler:
 
     def _note_prefilled(self, sequence: Sequence, now: float) -> None:
         request = sequence.request
-        if not request.prefilled and sequence.num_computed >= sequence.num_prompt:
+        if not request.prefilled and (sequence.num_computed >= sequence.num_prompt or not sequence.num_due):
             request.prefilled = True
             request.prefill_end_s = now
 
@@ -243,23 +282,6 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
-
-    def _register_full_blocks(self, sequence: Sequence) -> int | None:
-        """Make newly computed full blocks reusable; the slot of the last one, None when there is none."""
-        if not (self._limits.prefix_cache and sequence.request.is_cacheable):
-            return None
-        first, end = sequence.num_registered, sequence.num_computed // BLOCK_TOKENS
-        for index in range(first, end):
-            parent_id = sequence.block_ids[index - 1] if index else sequence.request.block_root
-            if index == len(sequence.block_ids):
-                tokens = sequence.tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS].astype(np.uint32)
-                sequence.block_ids.append(next_block_id(self._block_key, parent_id, tokens))
-            parent = sequence.slots[index - 1] if index else None
-            slot = self._pool.register(sequence.slots[index], sequence.block_ids[index], parent)
-            if slot != sequence.slots[index]:
-                sequence.replace_slot(index, slot)
-        sequence.num_registered = end
-        return sequence.slots[end - 1] if end > first else None
 
 
 def _count_cached(request: Request, hits: int) -> None:

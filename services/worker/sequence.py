@@ -75,6 +75,11 @@ class Request:
     pull_s: float = 0.0
     first_step_s: float | None = None
     prefill_end_s: float = 0.0
+    # Until when it waits to be resumed, drawing nothing; None: it is not held, or no more.
+    held_until_s: float | None = None
+    # Whether its reader has been asked to move it, and whether another's has been for its sake.
+    asked_to_move: bool = False
+    wanted_room: bool = False
     # Of all choices, known ones included, and those alone.
     output_tokens: int = 0
     known_tokens: int = 0
@@ -83,6 +88,18 @@ class Request:
     def is_cacheable(self) -> bool:
         """Whether its blocks have ids."""
         return bool(self.block_root)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing is drawn yet."""
+        return self.held_until_s is not None
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether its choices have computed all they may without drawing."""
+        return all(
+            s.status is Status.FINISHED or (s.status is Status.RUNNING and not s.num_due) for s in self.sequences
+        )
 
     @property
     def leader(self) -> Sequence | None:
@@ -160,6 +177,21 @@ class Sequence:
     def num_missing(self) -> int:
         """Tokens known and not computed; 1 while decoding."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_due(self) -> int:
+        """Tokens to compute now: while it is held all but the last known one, which a draw follows."""
+        return self.num_missing - self.request.is_held
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next step is one token and a draw."""
+        return self.num_missing == self.num_due == 1
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether every known token has a slot."""
+        return len(self.slots) * BLOCK_TOKENS >= self.num_tokens
 
     def use_slots(self, slots: list[int]) -> None:
         """Append `slots` to the block table."""

@@ -81,7 +81,7 @@ class ServeSession:
         return len(self._attempts)
 
     async def read(self, requests: AsyncIterator[worker_pb2.ServeRequest]) -> None:
-        """Start and cancel as told, until the caller ends its side or reads no answers."""
+        """Start, resume and cancel as told, until the caller ends its side or reads no answers."""
         try:
             async for request in requests:
                 self._do(request)
@@ -134,6 +134,8 @@ class ServeSession:
                 self._start(request.start)
             case "cancel":
                 self._cancel(request.cancel)
+            case "resume":
+                self._resume(request.resume)
             case "attach":
                 self._attach(request.attach)
             case "detach":
@@ -187,6 +189,11 @@ class ServeSession:
             asyncio.get_running_loop().call_later(deadline_s + DEADLINE_GRACE_S, late),
         )
         return self._kept.keep(start.request, own) if start.request.keep_s > 0 else own
+
+    def _resume(self, resume: worker_pb2.ResumeAttempt) -> None:
+        attempt = self._attempts.get(resume.key)
+        if attempt is not None:
+            attempt.resume(resume.further)
 
     def _speak(self, key: int) -> None:
         self._speaking[key] = None

@@ -10,9 +10,17 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from services.worker.messages import AdmittedRequest, ChoiceOutput, RequestFailed, RequestUsage, StaleRequest
+from services.worker.messages import (
+    AdmittedRequest,
+    ChoiceOutput,
+    MoveRequested,
+    PreparedRequest,
+    RequestFailed,
+    RequestUsage,
+    StaleRequest,
+)
 
-Event = AdmittedRequest | StaleRequest | RequestFailed | ChoiceOutput | RequestUsage
+Event = AdmittedRequest | StaleRequest | RequestFailed | ChoiceOutput | PreparedRequest | MoveRequested | RequestUsage
 TERMINAL = (StaleRequest, RequestFailed, RequestUsage)
 
 
@@ -101,6 +109,10 @@ class StreamTable:
         if not self._streams:
             self._empty.set()
         return stream
+
+    def admitted(self) -> list[RequestStream]:
+        """The open streams whose requests have their places."""
+        return [stream for stream in self._streams.values() if stream.admitted and not stream.is_ended]
 
     def fail_all(self, code: str, detail: str) -> None:
         """End every open stream with an error."""

@@ -26,9 +26,12 @@ from services.worker.messages import (
     BlockChanges,
     HolderRun,
     KnownOutput,
+    MoveRequested,
+    PreparedRequest,
     PushTarget,
     RequestAborted,
     RequestFailed,
+    Resume,
     Sampling,
     StaleRequest,
     StepOutput,
@@ -123,6 +126,9 @@ class CoreMachine(RuleBasedStateMachine):
         # By key and choice: tokens that another attempt has drawn, choices it has ended, and what is drawn here.
         self.known: dict[tuple[int, int], int] = {}
         self.ended: set[tuple[int, int]] = set()
+        self.held: set[int] = set()
+        self.prepared: set[int] = set()
+        self.asked_to_move: set[int] = set()
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.terminal: dict[int, int] = {}
         self.aborted: set[int] = set()
@@ -145,6 +151,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(0, 3),
         deadline_s=st.sampled_from([1000.0, 1000.0, 3.0, 0.0]),
         known=_known,
+        hold_s=st.sampled_from([0.0, 0.0, 3.0]),
     )
     def submit(
         self,
@@ -157,6 +164,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority: int,
         deadline_s: float,
         known: dict[int, tuple[float, bool]],
+        hold_s: float,
     ) -> None:
         self.keys += 1
         prompt = [(i * (shared + 3)) % VOCAB for i in range(length)] + [tail] * tail
@@ -164,16 +172,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.texts[block_id] = prompt[: (index + 1) * BLOCK_TOKENS]
         runs = [HolderRun("kvstore", "n", 1, "a", "b", 0, 3), HolderRun("worker", "w", 1, "a", "b", 3, 4)]
         self.prompts[self.keys] = (prompt, max_tokens, choices)
-        expected = expected_tokens(tuple(prompt), max_tokens)
-        outputs = []
-        for choice, (share, finished) in known.items():
-            if choice < choices:
-                count = int(share * (max_tokens - 1)) + finished
-                self.known[self.keys, choice] = count
-                self.ended |= {(self.keys, choice)} if finished else set()
-                outputs.append(known_output(choice, expected[:count], finished=finished))
-                for index, block_id in enumerate(chain_block_ids(KEY, ROOT, prompt + expected[:count])):
-                    self.texts[block_id] = (prompt + expected[:count])[: (index + 1) * BLOCK_TOKENS]
+        self.held |= {self.keys} if hold_s else set()
+        outputs = self._known_outputs(self.keys, known)
         self._handle(
             submit(
                 self.keys,
@@ -184,6 +184,7 @@ class CoreMachine(RuleBasedStateMachine):
                 priority=priority,
                 deadline_s=deadline_s,
                 known=outputs,
+                hold_s=hold_s,
             )
         )
 
@@ -205,6 +206,7 @@ class CoreMachine(RuleBasedStateMachine):
             key = data.draw(st.integers(1, self.keys))
             if key not in self.terminal:
                 self.aborted.add(key)
+                self.held.discard(key)
             request = self.core.scheduler.requests.get(key)
             self.core.handle(Abort(key), self.now)
             told = [message.usage for message in self.core.to_front if isinstance(message, RequestAborted)]
@@ -216,6 +218,11 @@ class CoreMachine(RuleBasedStateMachine):
                 assert drawn == sum(len(self.outputs.get((key, c), [])) for c in range(16))
             self._collect()
             assert key not in self.core.scheduler.requests
+
+    @rule(data=st.data(), further=_known)
+    def resume(self, data: st.DataObject, further: dict[int, tuple[float, bool]]) -> None:
+        if self.held:
+            self._resume(data.draw(st.sampled_from(sorted(self.held))), further)
 
     @rule(data=st.data())
     def finish_pull(self, data: st.DataObject) -> None:
@@ -296,7 +303,11 @@ class CoreMachine(RuleBasedStateMachine):
             for key in list(self.pins):
                 self.pins.pop(key)
                 self._handle(Unpin(key))
-            self._step()
+            for key in [key for key in self.held if key % 2]:
+                self._resume(key, {})
+            if not self._step():
+                # Those that are held in vain end by themselves.
+                self.let_time_pass(1.0)
         assert self.core.is_idle, "work does not end"
         self.core.pool.check()
         assert self.core.pool.statistics.referenced == 0
@@ -315,11 +326,33 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.handle(message, self.now)  # type: ignore[arg-type]
         self._collect()
 
-    def _step(self) -> None:
+    def _known_outputs(self, key: int, known: dict[int, tuple[float, bool]]) -> list[KnownOutput]:
+        """What another attempt has drawn of the choices after what is known of them."""
+        prompt, max_tokens, choices = self.prompts[key]
+        expected, outputs = expected_tokens(tuple(prompt), max_tokens), []
+        for choice, (share, finished) in known.items():
+            if choice >= choices or (key, choice) in self.ended:
+                continue
+            before = self.known.get((key, choice), 0)
+            count = before + int(share * (max_tokens - 1 - before)) + finished
+            self.known[key, choice] = count
+            self.ended |= {(key, choice)} if finished else set()
+            outputs.append(known_output(choice, expected[before:count], finished=finished))
+            for index, block_id in enumerate(chain_block_ids(KEY, ROOT, prompt + expected[:count])):
+                self.texts[block_id] = (prompt + expected[:count])[: (index + 1) * BLOCK_TOKENS]
+        return outputs
+
+    def _resume(self, key: int, further: dict[int, tuple[float, bool]]) -> None:
+        self.held.discard(key)
+        self._handle(Resume(key, self._known_outputs(key, further)))
+
+    def _step(self) -> bool:
         self.now += 0.01
         chunks = self.core.schedule(self.now)
+        self._collect()
         if not chunks:
-            return
+            return False
+        assert not any(chunk.draws and chunk.sequence.request.key in self.held for chunk in chunks)
         for chunk in chunks:
             tokens = chunk.sequence.tokens[: chunk.sequence.num_tokens].tolist()
             for index, block_id in enumerate(chain_block_ids(KEY, ROOT, tokens)):
@@ -334,6 +367,7 @@ class CoreMachine(RuleBasedStateMachine):
         draws = draw_tokens(self.runner.collect(), EngineCore.draw_rows(chunks))
         self.core.commit(chunks, draws, 0.01, self.now)
         self._collect()
+        return True
 
     def _arrive(self, pull: PullBlocks, count: int) -> None:
         self._write(pull, count)
@@ -352,6 +386,17 @@ class CoreMachine(RuleBasedStateMachine):
             match message:
                 case RequestFailed(key=key) | StaleRequest(key=key):
                     self.terminal[key] = self.terminal.get(key, 0) + 1
+                    self.held.discard(key)
+                case PreparedRequest(key=key):
+                    assert key in self.held - self.prepared
+                    self.prepared.add(key)
+                    for sequence in self.core.scheduler.requests[key].sequences:
+                        if (key, sequence.choice) not in self.ended:
+                            assert sequence.num_computed == sequence.num_tokens - 1
+                            assert len(sequence.slots) * BLOCK_TOKENS >= sequence.num_tokens
+                case MoveRequested(key=key):
+                    assert key not in self.asked_to_move | self.held
+                    self.asked_to_move.add(key)
                 case AdmittedRequest(key=key):
                     assert key not in self.terminal
                 case StepOutput(choices=choices, completed=completed):
@@ -360,6 +405,7 @@ class CoreMachine(RuleBasedStateMachine):
                         assert output.key not in self.aborted
                         self.outputs.setdefault((output.key, output.choice), []).extend(output.token_ids)
                     for usage in completed:
+                        self.held.discard(usage.key)
                         self.terminal[usage.key] = self.terminal.get(usage.key, 0) + 1
                         prompt, max_tokens, choices_wanted = self.prompts[usage.key]
                         ended = [c for c in range(choices_wanted) if (usage.key, c) in self.ended]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvmesh.v1 import common_pb2, worker_pb2
 
-from services.worker.kept_log import Cursor, KeptLog, Response, known_responses
+from services.worker.kept_log import BroughtOutput, Cursor, KeptLog, Response
 from services.worker.messages import RequestFailed
 
 CHOICES = 3
@@ -116,8 +116,12 @@ def test_known_output_is_told_with_its_finish() -> None:
     request = worker_pb2.WorkerGenerateRequest(max_tokens=3, stop_token_ids=[9])
     for choice, ids in enumerate(([1, 2, 3], [1, 9], [4], [1, 2, 9])):
         request.known.add(choice=choice, token_ids=ids, finished=choice != 2)
-    responses = known_responses(request)
+    brought = BroughtOutput(request)
+    responses = brought.responses(request.known)
     assert said(responses) == {0: [1, 2, 3], 1: [1, 9], 2: [4], 3: [1, 2, 9]}
     reasons = {r.finish.choice: r.finish.reason for r in responses if r.HasField("finish")}
     stop = common_pb2.FINISH_REASON_STOP
     assert reasons == {0: common_pb2.FINISH_REASON_LENGTH, 1: stop, 3: stop}
+    further = brought.responses([worker_pb2.KnownOutput(choice=2, token_ids=[5, 6], finished=True)])
+    assert said(further) == {2: [5, 6]}
+    assert further[-1].finish.reason == common_pb2.FINISH_REASON_LENGTH, "the third of three tokens"

@@ -65,6 +65,21 @@ async def test_a_kept_attempt_outlives_its_callers(worker: WorkerProcess) -> Non
     assert kept(worker) == 1
 
 
+async def test_readers_of_a_held_attempt_are_told_what_it_was_resumed_with(worker: WorkerProcess) -> None:
+    whole = (await worker.generate(prompt(20), TOKENS)).tokens[0]
+    starter, other = Stream(worker), Stream(worker)
+    known = [worker_pb2.KnownOutput(token_ids=whole[:5])]
+    await starter.start(1, prompt(20), TOKENS, request_id="h", keep_s=30.0, hold_s=30.0, known=known)
+    await starter.read_until(lambda: any(event.HasField("prepared") for event in starter.events.get(1, [])))
+    await attach(other, 1, "h")
+    await other.read_until(lambda: other.tokens(1) == whole[:5])
+    await other.resume(1, {0: [1, 2, 3]})
+    await starter.resume(1, {0: whole[5:9]})
+    await starter.read_until(lambda: 1 in starter.ends)
+    await other.read_until(lambda: 1 in other.ends)
+    assert (starter.tokens(1), other.tokens(1)) == (whole[9:], whole)
+
+
 async def test_a_kept_attempt_ends(worker: WorkerProcess) -> None:
     stream = Stream(worker)
     await _cancelled_by_its_starter(worker, stream)

@@ -23,6 +23,7 @@ from services.worker.messages import Message
 from services.worker.observation import WorkerMetrics
 from services.worker.serve_session import ServeSession
 from services.worker.streams import StreamTable
+from tests.support.mesh import total
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually
 from tests.worker.replica import WorkerProcess, running_worker
@@ -59,6 +60,10 @@ class Stream:
     async def cancel(self, key: int) -> None:
         await self.call.write(worker_pb2.ServeRequest(cancel=key))
 
+    async def resume(self, key: int, further: dict[int, list[int]]) -> None:
+        known = [worker_pb2.KnownOutput(choice=choice, token_ids=tokens) for choice, tokens in further.items()]
+        await self.call.write(worker_pb2.ServeRequest(resume=worker_pb2.ResumeAttempt(key=key, further=known)))
+
     async def is_over(self) -> bool:
         """Whether the stream ends without another message."""
         async with asyncio.timeout(20):
@@ -88,6 +93,7 @@ async def test_attempts_of_one_stream(worker: WorkerProcess) -> None:
     await _cancelling_releases_one(stream)
     await _half_closed_ends_with_the_last(stream)
     await _breaking_releases_all(worker)
+    await _held_attempts_wait_for_more(worker)
     await _only_members_are_served(worker)
     assert TRACE in worker.log()
     assert "Traceback" not in worker.log()
@@ -155,6 +161,24 @@ async def _breaking_releases_all(worker: WorkerProcess) -> None:
     await worker.wait_idle()
 
 
+async def _held_attempts_wait_for_more(worker: WorkerProcess) -> None:
+    stream, whole = Stream(worker), (await worker.generate(prompt(50, 60), 30)).tokens[0]
+    known = [worker_pb2.KnownOutput(token_ids=whole[:9])]
+    await stream.start(1, prompt(50, 60), 30, known=known, hold_s=20.0)
+    await stream.start(2, prompt(50, 60), 30, known=known, hold_s=0.5)
+    await stream.resume(9, {})
+    await stream.read_until(lambda: len(stream.events.get(1, [])) == 2)
+    assert [event.WhichOneof("event") for event in stream.events[1]] == ["admitted", "prepared"]
+    await stream.read_until(lambda: 2 in stream.ends)
+    assert stream.ends[2].code == grpc.StatusCode.ABORTED.value[0]
+    await stream.read_until(lambda: not stream.batches[-1].attempts)
+    await stream.resume(1, {0: whole[9:12]})
+    await stream.read_until(lambda: 1 in stream.ends)
+    assert stream.tokens(1) == whole[12:]
+    assert stream.events[1][-1].completed.usage.output_tokens == 30
+    stream.call.cancel()
+
+
 async def _only_members_are_served(worker: WorkerProcess) -> None:
     call: Any = worker.stub.Serve(metadata=call_metadata(MeshSecret("the secret of another mesh")))
     # The refusal is that of a call with one request, which must come first.
@@ -168,11 +192,19 @@ async def _only_members_are_served(worker: WorkerProcess) -> None:
 async def test_a_drained_worker_ends_the_stream_after_its_attempts(worker: WorkerProcess) -> None:
     stream, idle = Stream(worker), Stream(worker)
     await stream.start(1, prompt(20), 40)
-    await stream.read_until(lambda: 1 in stream.events)
+    await stream.start(2, prompt(20), 3000)
+    await stream.read_until(lambda: len(stream.events) == 2)
     worker.process.send_signal(signal.SIGTERM)
     await stream.read_until(lambda: 1 in stream.ends)
     assert (stream.ends[1].code, len(stream.tokens(1))) == (0, 40)
-    assert await stream.is_over()
+    for key in (1, 2):
+        moves = [event.move_wanted for event in stream.events[key] if event.HasField("move_wanted")]
+        assert [move.reason for move in moves] == [worker_pb2.MOVE_REASON_DRAINING]
+    assert total(worker.metrics(), "kvmesh_worker_moves_wanted_total") == 2
+    await stream.cancel(2)
+    # What was on its way when it was cancelled comes first.
+    while not await stream.is_over():
+        pass
     assert await idle.is_over()
     await eventually(lambda: worker.process.poll() == 0, timeout_s=15)
 

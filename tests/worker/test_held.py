@@ -1,0 +1,180 @@
+"""Attempts that are prepared at one worker while another still draws, and wishes to move, on the toy model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.messages import Abort, HolderRun, MoveRequested, PreparedRequest, Resume
+from services.worker.mover_messages import CancelPull
+from tests.worker.test_core import known_output, make_core, submit
+from tests.worker.test_known_output import NUM_BLOCKS, PROMPT, Toy
+from tests.worker.toy import ToyRunner, expected_tokens
+
+HOLD = {"hold_s": 5.0}
+
+
+def prepared(toy: Toy) -> list[int]:
+    return [message.key for message in toy.said if isinstance(message, PreparedRequest)]
+
+
+def moves(toy: Toy) -> list[tuple[int, str]]:
+    return [(message.key, message.reason) for message in toy.said if isinstance(message, MoveRequested)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 96), min_size=1, max_size=50),
+    splits=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 39)), min_size=1, max_size=3),
+    steps=st.integers(0, 12),
+    cache=st.booleans(),
+)
+def test_a_held_attempt_goes_on_after_what_came_meanwhile(
+    prompt: list[int], splits: list[tuple[int, int]], steps: int, cache: bool
+) -> None:
+    """Resumed before or after it is prepared, with further output of any length."""
+    toy, whole = Toy(make_core(NUM_BLOCKS, cache=cache, max_queue_s=100.0)), expected_tokens(tuple(prompt), 40)
+    cuts = [sorted(split) for split in splits]
+    known = [known_output(choice, whole[:first]) for choice, (first, _) in enumerate(cuts)]
+    toy.tell(submit(1, prompt, 40, num_choices=len(cuts), known=known, **HOLD))
+    toy.run(steps)
+    assert not any(toy.tokens(1, choice) for choice in range(len(cuts)))
+    further = [known_output(choice, whole[first:last]) for choice, (first, last) in enumerate(cuts)]
+    toy.tell(Resume(1, further))
+    toy.run()
+    assert [toy.tokens(1, choice) for choice in range(len(cuts))] == [whole[last:] for _, last in cuts]
+    usage = toy.usage(1)
+    assert (usage.output_tokens, usage.known_tokens) == (40 * len(cuts), sum(last for _, last in cuts))
+    assert toy.core.is_idle
+
+
+def test_prepared_is_all_but_one_token_and_said_once() -> None:
+    toy, whole = Toy(), expected_tokens(tuple(PROMPT), 40)
+    known = [known_output(0, whole[:11]), known_output(1, whole[:3])]
+    toy.tell(submit(1, PROMPT, 40, num_choices=2, known=known, **HOLD))
+    toy.run()
+    assert prepared(toy) == [1]
+    load = toy.core.load(toy.now)
+    assert (load.running_requests, load.decoding_sequences, load.queued_prefill_tokens) == (1, 2, 0)
+    # Others are served beside it.
+    toy.tell(submit(2, PROMPT, 40))
+    toy.run()
+    assert toy.tokens(2) == whole
+    toy.tell(Resume(1, [known_output(0, whole[11:15])]))
+    chunks = toy.core.schedule(toy.now)
+    assert sorted((chunk.sequence.choice, chunk.length, chunk.draws) for chunk in chunks) == [
+        (0, 5, True),
+        (1, 1, True),
+    ]
+    toy.run()
+    assert prepared(toy) == [1]
+    assert [toy.tokens(1, choice) for choice in (0, 1)] == [whole[15:], whole[3:]]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 32, 33])
+@pytest.mark.parametrize("choices", [1, 2])
+def test_nothing_known_but_a_prompt_is_prepared_too(num_tokens: int, choices: int) -> None:
+    toy, prompt = Toy(), list(range(num_tokens))
+    for key in (1, 2):
+        toy.tell(submit(key, prompt, 5, num_choices=choices, **HOLD))
+        toy.run()
+        assert prepared(toy) == list(range(1, key + 1))
+        toy.tell(Resume(key, []))
+        toy.run()
+        assert [toy.tokens(key, choice) for choice in range(choices)] == [expected_tokens(tuple(prompt), 5)] * choices
+
+
+def test_further_output_may_end_choices() -> None:
+    toy, whole = Toy(), expected_tokens(tuple(PROMPT), 20)
+    toy.tell(submit(1, PROMPT, 20, num_choices=2, **HOLD))
+    toy.tell(Resume(1, [known_output(0, whole[:4], finished=True)]))
+    toy.run()
+    assert [toy.tokens(1, 0), toy.tokens(1, 1)] == [[], whole]
+    assert toy.usage(1).output_tokens == 24
+    toy.tell(submit(2, PROMPT, 20, pull_plan=[HolderRun("worker", "w", 1, "a", "b", 0, 1)], **HOLD))
+    toy.tell(submit(3, [9] * 40, 20, pull_plan=[HolderRun("worker", "w", 1, "a", "b", 0, 2)], **HOLD))
+    for key in (2, 3):
+        toy.tell(Resume(key, [known_output(0, [5], finished=True)]))
+        assert toy.usage(key).known_tokens == 1, "at once, pulling or not"
+    assert [message.key for message in toy.core.to_mover if isinstance(message, CancelPull)] == [3]
+    toy.run()
+    assert not toy.core.scheduler.requests
+
+
+@pytest.mark.parametrize("further", [[known_output(1, [1])], [known_output(0, [1] * 7)], [known_output(0, [99])]])
+def test_further_output_that_cannot_be_ends_the_attempt(further: list[Any]) -> None:
+    toy = Toy()
+    toy.tell(submit(1, PROMPT, 10, known=[known_output(0, [1, 2, 3])], **HOLD))
+    toy.run(1)
+    toy.tell(Resume(1, further))
+    assert toy.code(1) == "INVALID_ARGUMENT"
+    assert toy.core.is_idle
+
+
+def test_an_attempt_is_resumed_once() -> None:
+    toy = Toy()
+    toy.tell(Resume(1, []))
+    toy.tell(submit(1, PROMPT, 10))
+    toy.tell(Resume(1, []))
+    assert toy.code(1) == "INVALID_ARGUMENT"
+    toy.tell(submit(2, PROMPT, 10, num_choices=6, **HOLD))
+    assert toy.code(2) == "INVALID_ARGUMENT", "more choices than places"
+    assert toy.core.is_idle
+
+
+def test_a_held_attempt_that_nobody_resumes_ends() -> None:
+    toy = Toy()
+    for key in (1, 2, 3):
+        toy.tell(submit(key, PROMPT, 10, **HOLD))
+    toy.run()
+    toy.tell(Resume(2, []))
+    toy.tell(Abort(3))
+    toy.core.expire(5.1)
+    toy.run()
+    assert toy.code(1) == "ABORTED"
+    assert toy.tokens(2) == expected_tokens(tuple(PROMPT), 10)
+    assert toy.core.is_idle
+    assert toy.core.pool.statistics.referenced == 0
+
+
+def test_what_came_later_is_preempted_before_a_held_attempt() -> None:
+    toy = Toy(make_core(12, max_queue_s=100.0), ToyRunner(12))
+    toy.tell(submit(1, PROMPT, 100, **HOLD))
+    toy.run()
+    toy.tell(submit(2, [7] * 20, 150))
+    toy.tell(submit(3, [8] * 20, 150))
+    toy.run()
+    (held,) = toy.core.scheduler.requests[1].sequences
+    assert held.has_slots
+    assert toy.core.scheduler.preemptions > 0
+    assert moves(toy)[0] == (3, "short_of_blocks")
+    assert 1 not in dict(moves(toy))
+    toy.tell(Resume(1, []))
+    toy.run()
+    assert toy.tokens(1) == expected_tokens(tuple(PROMPT), 100)
+    assert toy.tokens(2) == expected_tokens((7,) * 20, 150)
+    assert toy.tokens(3) == expected_tokens((8,) * 20, 150)
+    assert len(dict(moves(toy))) == len(moves(toy)), "each is asked once"
+
+
+def test_the_last_less_urgent_attempt_is_asked_to_make_room_once() -> None:
+    toy = Toy(make_core(NUM_BLOCKS, max_running=3, max_queue_s=100.0))
+    for key, priority in ((1, 2), (2, 3), (3, 3)):
+        toy.tell(submit(key, [key] * 10, 60, priority=priority))
+    toy.run(3)
+    toy.tell(submit(4, [4] * 10, 5, priority=2))
+    toy.run(3)
+    assert moves(toy) == [(3, "priority")]
+    toy.tell(Abort(3))
+    toy.run(8)
+    assert toy.usage(4).output_tokens == 5
+    toy.tell(submit(5, [5] * 10, 5, priority=3))
+    toy.tell(submit(6, [6] * 10, 5, priority=3))
+    toy.run(2)
+    assert moves(toy) == [(3, "priority")], "nobody is less urgent than those that wait"
+    toy.tell(submit(7, [7] * 10, 5, priority=1))
+    toy.run(2)
+    assert moves(toy)[1:] == [(5, "priority")]
