@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from services.router.domain import Ask, Identity, Requirements, WorkerId
 from services.router.policies.view import IntArray
+from services.router.roll_call import ModelWorkers, Present
+from services.router.worker_rows import Selection
 from services.router.workers import WorkerTable
 
 ANYTHING = Requirements()
 
 
-def candidates(ask: Ask, table: WorkerTable, serving: npt.NDArray[np.bool_], model: int) -> IntArray:
-    """Rows of workers of that model that take requests and have, when idle, room for the prompt and its whole output.
+def candidates(ask: Ask, table: WorkerTable, present: Present, model: int) -> Selection:
+    """Workers of that model that take requests and have, when idle, room for the prompt and its whole output.
 
-    serving: of each row, whether its worker takes requests at all. Output is bounded for each choice; choices that do
-    not fit together are run one after another.
+    Output is bounded for each choice; choices that do not fit together are run one after another.
     """
-    rows = table.rows
+    workers = present.of_model(model, table.rows)
     tokens = ask.prompt_tokens + max(1, -(-ask.max_output_tokens // max(1, ask.num_choices)))
-    blocks = np.ceil(tokens / np.maximum(1, rows["block_tokens"]))
-    able = (
-        serving
-        & (rows["model"] == model)
-        & (model >= 0)
-        & (rows["context_length"] >= tokens)
-        & (rows["total_blocks"] >= blocks)
-        & rows["runs_whole"]
-    )
-    for name in ask.excluded_workers:
-        worker = table.workers.get(WorkerId(name))
-        if worker is not None:
-            able[worker.row] = False
-    found = np.flatnonzero(able)
+    fits_all = tokens <= workers.least_context and -(-tokens // workers.least_block_tokens) <= workers.least_blocks
+    if fits_all and not ask.excluded_workers and ask.requires == ANYTHING:
+        return workers.selection
+    return Selection.of(_chosen(ask, table, workers, tokens))
+
+
+def _chosen(ask: Ask, table: WorkerTable, workers: ModelWorkers, tokens: int) -> IntArray:
+    """Looked at one by one."""
+    rows = table.rows.pick(workers.selection)
+    blocks = np.ceil(tokens / rows["block_tokens"])
+    found: IntArray = workers.selection.rows[(rows["context_length"] >= tokens) & (rows["total_blocks"] >= blocks)]
+    names = (WorkerId(name) for name in ask.excluded_workers)
+    excluded = [table.workers[name].row for name in names if name in table.workers]
+    if excluded:
+        found = found[~np.isin(found, excluded)]
     if ask.requires == ANYTHING:
         return found
     meeting = [row for row in found.tolist() if _meets(table.workers[table.by_row[row]].identity, ask.requires)]

@@ -24,7 +24,8 @@ from services.router.placement import PlacementConfig, Placer
 from services.router.policies import POLICIES, Policy
 from services.router.pools import Pools
 from services.router.scaling import ScalingConfig
-from services.router.workers import PendingAttempt, WorkerTable
+from services.router.worker_state import PendingAttempt
+from services.router.workers import WorkerTable
 
 # Open attempts of one gateway; beyond it the oldest is forgotten and counted.
 MAX_OPEN_ATTEMPTS = 65_536

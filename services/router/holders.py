@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from services.common.blocks import BlockId
 from services.common.registry import LocationRecord
 from services.router.domain import PullRun, WorkerId
 from services.router.index.replica import Replica
 from services.router.policies.view import IntArray, Sources, no_sources
+from services.router.worker_rows import Selection
 from services.router.workers import WorkerTable, host_number
 
 # Sources that a decision looks at: those that hold most, of equals those on a candidate's host, then the least busy.
@@ -35,10 +37,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Leading blocks of one prompt: held by each worker row, and by each kvstore that holds any."""
+    """Leading blocks of one prompt that are held: by each slot of the index, 0 last; and by each kvstore of any."""
 
     ids: list[BlockId]
-    by_row: IntArray
+    by_slot: npt.NDArray[np.int32]
     by_kvstore: dict[str, int]
 
 
@@ -51,6 +53,7 @@ class Holders:
         self._table = table
         self._kvstores = kvstores
         self._kvstore_slots: dict[str, int] = {}
+        self._kvstore_hosts: dict[str, int] = {}
         self._version = -1
 
     def changed(self) -> None:
@@ -60,29 +63,31 @@ class Holders:
     def find(self, ids: list[BlockId]) -> Holding:
         """How much of a prompt every location holds."""
         self._refresh()
-        lengths = np.zeros(self._replica.blocks.num_slots + 1, np.int64)
-        lengths[:-1] = self._replica.find(ids).lengths(len(lengths) - 1)
+        by_slot = self._replica.find(ids).lengths(self._replica.blocks.num_slots + 1)
+        by_kvstore = {name: int(by_slot[slot]) for name, slot in self._kvstore_slots.items() if by_slot[slot]}
+        return Holding(ids, by_slot, by_kvstore)
+
+    def lengths(self, holding: Holding, at: slice | IntArray) -> IntArray:
+        """Leading blocks that the workers in these rows hold."""
         # Slot -1 reads the last element, which is always 0.
-        by_row = lengths[self._table.rows["slot"]]
-        by_row[~self._table.rows["live"]] = 0
-        by_kvstore = {name: int(lengths[slot]) for name, slot in self._kvstore_slots.items() if lengths[slot]}
-        return Holding(ids, by_row, by_kvstore)
+        result: IntArray = holding.by_slot[self._table.rows["slot"][at]].astype(np.int64)
+        return result
 
     def sources(
-        self, holding: Holding, candidates: IntArray, usable_rows: IntArray, *, local_blocks: IntArray, turn: int
+        self, holding: Holding, candidates: Selection, givers: IntArray, *, local_blocks: IntArray, turn: int
     ) -> list[Source]:
-        """Who holds more of the prompt than some candidate; equals take turns."""
-        least = int(local_blocks.min())
-        kvstores = self._kvstore_sources(holding, least, candidates, turn)
-        return kvstores + self._worker_sources(holding, least, usable_rows, turn)
+        """Who holds more of the prompt than some candidate; equals take turns. givers: rows of workers."""
+        least = int(local_blocks[local_blocks.argmin()])
+        kvstores = self._kvstore_sources(holding, least, candidates, turn) if holding.by_kvstore else []
+        return kvstores + (self._worker_sources(holding, least, givers, turn) if len(givers) else [])
 
-    def _kvstore_sources(self, holding: Holding, least: int, candidates: IntArray, turn: int) -> list[Source]:
+    def _kvstore_sources(self, holding: Holding, least: int, candidates: Selection, turn: int) -> list[Source]:
         names = [name for name, length in holding.by_kvstore.items() if length > least]
         middle = turn % max(1, len(names))
         names = names[middle:] + names[:middle]
         if len(names) > MAX_KVSTORES:
-            hosts = set(self._table.rows["host"][candidates].tolist())
-            far = {name: host_number(self._kvstores[name].host) not in hosts for name in names}
+            hosts = set(self._table.rows["host"][candidates.at].tolist())
+            far = {name: self._kvstore_hosts[name] not in hosts for name in names}
             names = sorted(names, key=lambda name: (-holding.by_kvstore[name], far[name]))[:MAX_KVSTORES]
         return [
             Source(self._kvstores[name], -1, length, self._memory_end(f"kvstore/{name}", holding.ids[:length]))
@@ -90,33 +95,46 @@ class Holders:
             for length in (holding.by_kvstore[name],)
         ]
 
-    def _worker_sources(self, holding: Holding, least: int, usable_rows: IntArray, turn: int) -> list[Source]:
-        lengths = holding.by_row[usable_rows]
-        rows = usable_rows[(lengths > least) & self._table.rows["serves_pulls"][usable_rows]]
-        if not len(rows):
+    def _worker_sources(self, holding: Holding, least: int, givers: IntArray, turn: int) -> list[Source]:
+        lengths = self.lengths(holding, givers)
+        more = (lengths > least).nonzero()[0]
+        count = len(more)
+        if not count:
             return []
-        table, lengths = self._table.rows.take(rows), holding.by_row[rows]
-        turns = (np.arange(len(rows)) + turn) % len(rows)
-        order = np.lexsort((turns, table["queued_tokens"] + table["pending_tokens"], -lengths))[:MAX_WORKERS]
+        rows, lengths = givers[more], lengths[more]
+        turns = (np.arange(count) + turn) % count
+        if count > MAX_WORKERS:
+            # Who holds less than enough others is not looked at.
+            kept = (lengths >= np.partition(lengths, count - MAX_WORKERS)[count - MAX_WORKERS]).nonzero()[0]
+            rows, lengths, turns = rows[kept], lengths[kept], turns[kept]
+        table = self._table.rows
+        load = table["queued_tokens"][rows] + table["pending_tokens"][rows]
+        order = np.lexsort((turns, load, -lengths))[:MAX_WORKERS]
         return [
             Source(self._table.workers[self._table.by_row[row]].record, row, length, length)
             for row, length in zip(rows[order].tolist(), lengths[order].tolist(), strict=True)
         ]
 
-    def arrays(self, sources: list[Source], candidates: IntArray) -> Sources:
+    def arrays(self, sources: list[Source], candidates: Selection) -> Sources:
         """As policies see them."""
         if not sources:
-            return no_sources(len(candidates))
+            return no_sources(len(candidates.rows))
         names = [source.record.life for source in sources]
-        hosts = np.array([host_number(source.record.host) for source in sources], np.int64)
+        hosts = np.array([self._host(source) for source in sources], np.int64)
+        same_host = self._table.rows["host"][candidates.at][:, None] == hosts
         links = self._table.links
         return Sources(
             end=np.array([source.end for source in sources], np.int64),
             memory_end=np.array([source.memory_end for source in sources], np.int64),
             queue_bytes=links.queue_bytes(names),
-            is_self=candidates[:, None] == np.array([source.row for source in sources], np.int64),
-            links=links.links(candidates, names, self._table.rows["host"][candidates][:, None] == hosts),
+            is_self=candidates.rows[:, None] == np.array([source.row for source in sources], np.int64),
+            links=links.links(candidates.rows, names, same_host),
         )
+
+    def _host(self, source: Source) -> int:
+        if source.row >= 0:
+            return int(self._table.rows["host"][source.row])
+        return self._kvstore_hosts[source.record.id]
 
     def _memory_end(self, location: str, ids: list[BlockId]) -> int:
         """How many of the leading `ids`, all held, are not on the SSD. The SSD's follow those in memory."""
@@ -130,6 +148,7 @@ class Holders:
             self._table.rows["slot"][worker.row] = self._slot(f"worker/{WorkerId(worker_id)}", worker.record.epoch)
         slots = {name: self._slot(f"kvstore/{name}", record.epoch) for name, record in self._kvstores.items()}
         self._kvstore_slots = {name: slot for name, slot in slots.items() if slot >= 0}
+        self._kvstore_hosts = {name: host_number(self._kvstores[name].host) for name in self._kvstore_slots}
 
     def _slot(self, location_name: str, epoch: int) -> int:
         location = self._replica.locations.get(location_name)

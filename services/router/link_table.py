@@ -62,7 +62,7 @@ class LinkTable:
     def forget(self, row: int) -> None:
         """The worker in `row` has gone."""
         self.report(row, ())
-        del self._reported[row]
+        self._reported.pop(row, None)
 
     def add(self, pulls: Iterable[tuple[str, float]]) -> None:
         """Count bytes that are to be pulled."""
@@ -87,14 +87,28 @@ class LinkTable:
         """Links of the workers in `rows` to `holders`; same_host, [worker, holder], decides what is assumed."""
         near_rate = np.where(same_host, NEAR.bytes_per_s, FAR.bytes_per_s)
         near_setup_s = np.where(same_host, NEAR.setup_s, FAR.setup_s)
+        assumed = LinkArrays(
+            near_rate, near_setup_s, np.minimum(near_rate, SSD.bytes_per_s), np.full(near_rate.shape, SSD.setup_s)
+        )
         known = [(column, self._holders[one]) for column, one in enumerate(holders) if one in self._holders]
-        if not known:
-            ssd_setup_s = np.full(near_rate.shape, SSD.setup_s)
-            return LinkArrays(near_rate, near_setup_s, np.minimum(near_rate, SSD.bytes_per_s), ssd_setup_s)
-        # The figures come first, so that each is one contiguous array.
-        measured = np.empty((len(_NOTHING), len(rows), len(holders)))
-        measured[:] = _NOTHING[:, None, None]
+        if known:
+            self._put_measured(assumed, rows, known, same_host)
+        return assumed
+
+    def _put_measured(
+        self, links: LinkArrays, rows: IntArray, known: list[tuple[int, _Holder]], same_host: BoolMatrix
+    ) -> None:
+        """Instead of what is assumed, of the workers that have measured any of the holders; known: by column."""
         num_rows = int(rows.max()) + 1
+        used = np.zeros(num_rows, np.bool_)
+        used[[row for _, holder in known for row in holder.used if row < num_rows]] = True
+        at = used[rows].nonzero()[0]
+        if not len(at):
+            return
+        rows, same_host, near_rate, near_setup_s = rows[at], same_host[at], links.bytes_per_s[at], links.setup_s[at]
+        # The figures come first, so that each is one contiguous array.
+        measured = np.empty((len(_NOTHING), *near_rate.shape))
+        measured[:] = _NOTHING[:, None, None]
         for column, holder in known:
             measured[:, :, column] = _lines(holder, num_rows)[rows].T
         rate, setup_s, freshness, ssd_rate, ssd_setup_s, ssd_freshness = measured
@@ -102,13 +116,14 @@ class LinkTable:
         untried = freshness == 0
         near_rate = np.where(untried, np.maximum(near_rate, _best(rate, untried, same_host)), near_rate)
         near_setup_s = np.where(untried, np.minimum(near_setup_s, -_best(-setup_s, untried, same_host)), near_setup_s)
-        return LinkArrays(
-            np.maximum(rate, rate**freshness * near_rate ** (1.0 - freshness)),
-            np.minimum(setup_s, setup_s**freshness * near_setup_s ** (1.0 - freshness)),
-            np.maximum(
-                ssd_rate, ssd_rate**ssd_freshness * np.minimum(near_rate, SSD.bytes_per_s) ** (1.0 - ssd_freshness)
-            ),
-            np.minimum(ssd_setup_s, ssd_setup_s**ssd_freshness * SSD.setup_s ** (1.0 - ssd_freshness)),
+        ssd_near_rate = np.minimum(near_rate, SSD.bytes_per_s)
+        links.bytes_per_s[at] = np.maximum(rate, rate**freshness * near_rate ** (1.0 - freshness))
+        links.setup_s[at] = np.minimum(setup_s, setup_s**freshness * near_setup_s ** (1.0 - freshness))
+        links.ssd_bytes_per_s[at] = np.maximum(
+            ssd_rate, ssd_rate**ssd_freshness * ssd_near_rate ** (1.0 - ssd_freshness)
+        )
+        links.ssd_setup_s[at] = np.minimum(
+            ssd_setup_s, ssd_setup_s**ssd_freshness * SSD.setup_s ** (1.0 - ssd_freshness)
         )
 
     def _forget(self, row: int, name: str) -> None:

@@ -44,22 +44,22 @@ def kvstore_views(decisions: Decisions) -> list[router_pb2.KvStoreView]:
 
 def _worker_view(decisions: Decisions, worker_id: WorkerId, *, is_suspect: bool) -> router_pb2.WorkerView:
     worker = decisions.table.workers[worker_id]
-    row = decisions.table.rows[worker.row]
+    rows, row = decisions.table.rows, worker.row
     return router_pb2.WorkerView(
         worker_id=worker_id,
         epoch=worker.record.epoch,
         address=worker.record.grpc_address,
         model=worker.identity.model if worker.identity else worker.record.model,
-        ready=bool(row["ready"]),
+        ready=bool(rows["ready"][row]),
         suspect=is_suspect,
-        draining=bool(row["draining"]),
-        running_requests=int(row["running"]),
-        waiting_requests=int(row["waiting"]),
-        queued_prefill_tokens=int(row["queued_tokens"]),
-        free_blocks=int(row["free_blocks"]),
+        draining=bool(rows["draining"][row]),
+        running_requests=int(rows["running"][row]),
+        waiting_requests=int(rows["waiting"][row]),
+        queued_prefill_tokens=int(rows["queued_tokens"][row]),
+        free_blocks=int(rows["free_blocks"][row]),
         indexed_blocks=decisions.indexed_blocks(worker.record.location),
         pending_attempts=len(worker.pending),
-        drained=bool(row["drained"]),
+        drained=bool(rows["drained"][row]),
     )
 
 

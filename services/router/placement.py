@@ -21,6 +21,7 @@ from services.router.policies import POLICIES, Policy
 from services.router.policies.costs import Costs, estimate
 from services.router.policies.pulls import NO_SOURCE, PullPlans
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView, rendezvous
+from services.router.worker_rows import Selection
 from services.router.workers import WorkerTable
 
 # Blocks of a prompt that say where requests like it go when nothing else does.
@@ -70,23 +71,23 @@ class Placer:
         index_usable: False when nothing is known of where blocks are. waiting_tokens: of the prompts for this model
         that wait in gateways.
         """
-        serving = self._table.serving(now_s)
+        present = self._table.present(now_s)
         model = self._table.model_number(ask.model, ask.model_digest)
-        candidates = able_candidates(ask, self._table, serving, model)
-        if not len(candidates):
-            return self._refusal(ask, serving, model)
+        candidates = able_candidates(ask, self._table, present, model)
+        if not len(candidates.rows):
+            return self._refusal(ask, present.serving, model)
         self._sequence += 1
         policy = ask.policy or (self._config.policy if index_usable else self._config.degraded_policy)
-        holding = self._holders.find(ask.block_ids)
-        peers = np.flatnonzero(self._table.rows["live"] & ~self._table.suspect(now_s))
         request = self._request(ask, candidates, now_s)
-        local_blocks = np.minimum(holding.by_row[candidates], request.usable_blocks)
+        holding = self._holders.find(ask.block_ids)
+        local_blocks = np.minimum(self._holders.lengths(holding, candidates.at), request.usable_blocks)
         if request.usable_blocks:
-            self.reuse.update(float(local_blocks.max()) / request.usable_blocks)
-        sources = self._holders.sources(holding, candidates, peers, local_blocks=local_blocks, turn=self._sequence)
+            self.reuse.update(float(local_blocks[local_blocks.argmax()]) / request.usable_blocks)
+        sources = self._holders.sources(
+            holding, candidates, present.givers, local_blocks=local_blocks, turn=self._sequence
+        )
         pressure = self._table.pressure(candidates, now_s, reuse=self.reuse.value)
-        # `take` copies records a hundred times as fast as indexing does.
-        rows, correction = self._table.rows.take(candidates), self._calibrations[model].correction
+        rows, correction = self._table.rows.pick(candidates), self._calibrations[model].correction
         view = PolicyView(rows, local_blocks, self._holders.arrays(sources, candidates), pressure, correction)
         costs = estimate(request, view)
         backlog_s = waiting_tokens * self.computed_share.value / view.rows["prefill_tokens_per_s"].sum()
@@ -98,7 +99,7 @@ class Placer:
         chosen = _lowest(scores, view, request)
         runs = _runs(costs.pull, sources, chosen, int(local_blocks[chosen]))
         self.computed_share.update(int(costs.prefill_tokens[chosen]) / ask.prompt_tokens)
-        return self._placement(candidates, view, costs, scores, chosen, runs, policy)
+        return self._placement(candidates.rows, view, costs, scores, chosen, runs, policy)
 
     def learn(self, worker_id: WorkerId, prediction: Prediction, now_s: float, *, ttft_s: float, tpot_s: float) -> None:
         """An attempt has ended; 0 for a time that it did not have."""
@@ -127,7 +128,7 @@ class Placer:
         detail = "no worker can finish such a request" if ready.any() else "no worker of the model is ready"
         return Refused(RefusalReason.NO_WORKER, detail, RETRY_S)
 
-    def _request(self, ask: Ask, candidates: IntArray, now_s: float) -> PolicyRequest:
+    def _request(self, ask: Ask, candidates: Selection, now_s: float) -> PolicyRequest:
         choices = max(1, ask.num_choices)
         key = (
             ask.block_ids[min(len(ask.block_ids), PREFIX_BLOCKS) - 1]
@@ -136,7 +137,7 @@ class Placer:
         )
         return PolicyRequest(
             prompt_tokens=ask.prompt_tokens,
-            block_tokens=int(self._table.rows["block_tokens"][candidates[0]]),
+            block_tokens=int(self._table.rows["block_tokens"][candidates.rows[0]]),
             num_choices=choices,
             expected_output_tokens=min(self.output_tokens.value, max(1.0, ask.max_output_tokens / choices)),
             prefix_key=int.from_bytes(key[:8], "little"),

@@ -73,7 +73,7 @@ class Pools:
         """A worker was granted a request, by whichever router."""
         key = self._key_of(worker_id)
         if key is not None:
-            row = self._table.rows[[self._table.workers[worker_id].row]]
+            row = self._table.rows.take([self._table.workers[worker_id].row])
             seconds = work_s(row, prefill_tokens, self._placer.output_tokens.value)
             self._pool(key).demand.add_work(float(seconds[0]), now_s)
 
@@ -117,4 +117,4 @@ class Pools:
         return [worker.row for worker_id, worker in self._table.workers.items() if self._key_of(worker_id) == key]
 
     def _rows(self, key: PoolKey) -> WorkerRows:
-        return self._table.rows[self._row_numbers(key)]
+        return self._table.rows.take(self._row_numbers(key))

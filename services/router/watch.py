@@ -75,7 +75,7 @@ class WorkerWatcher:
         worker_id = WorkerId(change.record.id)
         if change.gone:
             worker = self._table.workers.get(worker_id)
-            if worker is not None and self._table.rows[worker.row]["up"]:
+            if worker is not None and self._table.rows["up"][worker.row]:
                 self._orphans.add(worker_id)
             elif worker is not None:
                 self._drop(worker_id)

@@ -23,7 +23,8 @@ from services.router.domain import (
 from services.router.holders import Holders
 from services.router.index.replica import Replica
 from services.router.placement import PlacementConfig, Placer
-from services.router.workers import PendingAttempt, WorkerTable
+from services.router.worker_state import PendingAttempt
+from services.router.workers import WorkerTable
 
 DIGEST = b"d" * 16
 NOW_S = 100.0

@@ -17,7 +17,7 @@ from services.router.domain import AttemptId, HolderLinks, MeasuredLink, Placeme
 from services.router.link_table import LinkTable
 from services.router.policies.pulls import NO_SOURCE, best_plans
 from services.router.policies.view import WORKER_ROW, LinkArrays, PolicyRequest, PolicyView, Sources, idle
-from services.router.workers import PendingAttempt
+from services.router.worker_state import PendingAttempt
 from tests.router.scenes import IDLE, NOW_S, Scene, chain, links
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 400_000.0

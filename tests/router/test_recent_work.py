@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.recent_work import BUCKET_S, NUM_BUCKETS, RecentWork
+from services.router.worker_rows import Selection
 
 WINDOW_S = BUCKET_S * NUM_BUCKETS
 
@@ -21,7 +22,7 @@ def test_the_window_counts_what_was_granted_in_it(grants: list[tuple[int, float,
         recent.add(row, now_s, work_s=work_s, prefill_s=work_s / 2)
         counted.append((now_s, row, work_s))
     first_s = (now_s // BUCKET_S - NUM_BUCKETS + 1) * BUCKET_S
-    totals = recent.totals(np.arange(50), now_s)
+    totals = recent.totals(Selection.of(np.arange(50)), now_s)
     for row in range(50):
         mine = [work_s for at_s, of, work_s in counted if of == row and at_s >= first_s]
         assert totals.work_s[row] == pytest.approx(sum(mine))
@@ -35,5 +36,5 @@ def test_all_is_forgotten_in_time_and_with_its_worker() -> None:
     for row in range(20):
         recent.add(row, 5.0, work_s=1.0, prefill_s=1.0)
     recent.forget(3)
-    assert recent.totals(np.array([3, 4]), 6.0).work_s.tolist() == [0.0, 1.0]
-    assert recent.totals(np.array([4]), 5.0 + 10 * WINDOW_S).work_s.tolist() == [0.0]
+    assert recent.totals(Selection.of(np.array([3, 4])), 6.0).work_s.tolist() == [0.0, 1.0]
+    assert recent.totals(Selection.of(np.array([4])), 5.0 + 10 * WINDOW_S).work_s.tolist() == [0.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,8 +125,8 @@ def test_attainment_counts_late_grants_and_refusals_as_misses() -> None:
 def test_work_is_that_of_a_full_batch_and_no_worker_no_backlog_of_time() -> None:
     scene = Scene()
     scene.worker("a")
-    rows = scene.table.rows[scene.table.rows["live"]]
+    rows = scene.table.rows.take(np.flatnonzero(scene.table.rows["live"]))
     assert work_s(rows, RATE, 0.0)[0] == pytest.approx(1.0)
     assert work_s(rows, 0.0, 160.0)[0] < 160 * IDENTITY.decode_step_s / 8
-    empty = backlog(rows[:0], waiting_requests=3, waiting_tokens=300.0, output_tokens=10.0)
+    empty = backlog(scene.table.rows.take([]), waiting_requests=3, waiting_tokens=300.0, output_tokens=10.0)
     assert (empty.queue_tokens, empty.seconds) == (300.0, 0.0)

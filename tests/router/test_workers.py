@@ -9,7 +9,7 @@ import pytest
 
 from services.router.domain import AttemptId, WorkerId
 from services.router.rates import StepSlope
-from services.router.workers import PendingAttempt
+from services.router.worker_state import PendingAttempt
 from tests.router.scenes import IDLE, NOW_S, Scene
 
 A = WorkerId("a")
@@ -23,8 +23,8 @@ def scene() -> Scene:
 
 
 def pending(scene: Scene) -> tuple[float, float]:
-    row = scene.table.rows[scene.table.workers[A].row]
-    return float(row["pending"]), float(row["pending_tokens"])
+    rows, row = scene.table.rows, scene.table.workers[A].row
+    return float(rows["pending"][row]), float(rows["pending_tokens"][row])
 
 
 def is_suspect(scene: Scene, now_s: float) -> bool:

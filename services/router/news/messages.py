@@ -6,7 +6,7 @@ import msgspec
 
 from services.router.domain import AttemptId, WorkerId
 from services.router.gateway_queues import ModelQueue
-from services.router.workers import PendingAttempt
+from services.router.worker_state import PendingAttempt
 
 
 class GrantedNews(msgspec.Struct, frozen=True, array_like=True, tag="g"):

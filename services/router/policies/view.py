@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 # One worker. Rates are per second; *_s are seconds; host numbers the machine; slot is the worker's in the index, -1
-# where it has none.
+# where it has none. What a report brings stands together, and so does what grants add, so that each is written at once.
 WORKER_ROW = np.dtype(
     [
         ("live", np.bool_),
@@ -34,16 +34,12 @@ WORKER_ROW = np.dtype(
         ("block_bytes", np.float64),
         ("total_blocks", np.int64),
         ("step_token_budget", np.float64),
-        # Most tokens of a step now, and what a step takes (services.common.step_costs), the shortest one too.
-        ("step_tokens", np.float64),
-        ("fixed_s", np.float64),
-        ("decoding_s", np.float64),
-        ("prefill_token_s", np.float64),
-        ("prefill_pair_s", np.float64),
-        ("decode_sequence_s", np.float64),
-        ("context_token_s", np.float64),
-        ("least_step_s", np.float64),
         ("max_running", np.float64),
+        # As measured when the worker started.
+        ("benchmark_prefill_tokens_per_s", np.float64),
+        ("benchmark_decode_step_s", np.float64),
+        # By which the worker is slower than its figures say.
+        ("pace", np.float64),
         # When a report came, when one came that its engine had not made before, and when it showed progress or no work.
         ("reported_s", np.float64),
         ("told_s", np.float64),
@@ -62,13 +58,17 @@ WORKER_ROW = np.dtype(
         ("prefill_tokens_per_s", np.float64),
         ("decode_step_s", np.float64),
         ("decode_slope_s", np.float64),
+        # Most tokens of a step now, and what a step takes (services.common.step_costs), the shortest one too.
+        ("step_tokens", np.float64),
+        ("fixed_s", np.float64),
+        ("decoding_s", np.float64),
+        ("prefill_token_s", np.float64),
+        ("prefill_pair_s", np.float64),
+        ("decode_sequence_s", np.float64),
+        ("context_token_s", np.float64),
+        ("least_step_s", np.float64),
         # Tightest TPOT objective of the requests that it has; inf: none.
         ("promised_tpot_s", np.float64),
-        # By which the worker is slower than its figures say.
-        ("pace", np.float64),
-        # As measured when the worker started.
-        ("benchmark_prefill_tokens_per_s", np.float64),
-        ("benchmark_decode_step_s", np.float64),
         # Granted by this router and in no report yet.
         ("pending", np.float64),
         ("pending_tokens", np.float64),
@@ -80,7 +80,16 @@ WORKER_ROW = np.dtype(
         ("name_hash", np.uint64),
     ]
 )
-WorkerRows = np.ndarray[Any, np.dtype[np.void]]
+
+
+class WorkerRows(Protocol):
+    """Workers by column, with the names and types of WORKER_ROW; one element of each column for each worker."""
+
+    def __getitem__(self, name: str, /) -> Any:
+        """A column."""
+
+    def __len__(self) -> int:
+        """Workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,9 +184,7 @@ class MeshView:
     def _hear_life(self, now_s: float) -> None:
         table = self.decisions.table
         if now_s - self._heard_s >= REPORT_EVERY_S:
-            alive = self._rows[self._alive]
-            table.rows["reported_s"][alive] = now_s
-            table.rows["moved_s"][alive] = now_s
+            table.alive(self._rows[self._alive], now_s)
             self._heard_s = now_s
         if now_s - self._ticked_s >= TICK_S:
             # Ticks that nobody saw would look like a pause of the router's own.

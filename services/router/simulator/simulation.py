@@ -20,6 +20,7 @@ from services.router.admission import AdmissionConfig
 from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Refused
 from services.router.placement import PlacementConfig
 from services.router.policies import POLICIES
+from services.router.roll_call import SUSPECT_S
 from services.router.simulator import oracle
 from services.router.simulator.introductions import MODEL, MODEL_DIGEST
 from services.router.simulator.job import Job
@@ -30,7 +31,6 @@ from services.router.simulator.scenario import Outcome, Scenario
 from services.router.simulator.sessions import Sessions
 from services.router.simulator.trace import Trace
 from services.router.simulator.worker import SimWorker
-from services.router.workers import SUSPECT_S
 
 _RETRY_S = 0.05
 # What clients allow an answer; nobody knows beforehand how long it will be.

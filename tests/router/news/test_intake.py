@@ -15,7 +15,7 @@ from services.router.news.intake import take_in
 from services.router.news.messages import Bulletin, ClosedNews, GrantedNews, News, QueuesNews
 from services.router.news.outbox import NewsOutbox
 from services.router.recent_names import RecentNames
-from services.router.workers import PendingAttempt
+from services.router.worker_state import PendingAttempt
 from tests.router.scenes import IDLE, NOW_S, Scene
 
 A = WorkerId("a")
