@@ -113,3 +113,9 @@ def test_a_pause_of_the_router_is_not_taken_for_silence_of_the_workers(scene: Sc
     for tenth in range(1, 12):
         scene.table.tick(NOW_S + 3 + tenth / 10)
     assert is_suspect(scene, NOW_S + 4.1)
+
+
+def test_a_worker_that_never_pulled_can_go(scene: Scene) -> None:
+    scene.table.forget(A)
+    assert not scene.table.workers
+    assert not scene.table.rows["live"].any()
