@@ -174,6 +174,7 @@ def _pull_plan(steps: Sequence[common_pb2.PullStep]) -> list[HolderRun]:
                 first_block=step.first_block,
                 num_blocks=step.num_blocks,
                 num_ssd_blocks=min(step.num_ssd_blocks, step.num_blocks),
+                wait_s=step.wait_s,
             )
         )
     return plan

@@ -103,9 +103,10 @@ class EngineCore:
             case PushDone():
                 self.transfers.pushes.finish(message)
             case PinBlocks():
-                self.to_mover.append(self.transfers.pin(message))
+                answer = self.transfers.pins.pin(message)
+                self.to_mover.extend([] if answer is None else [answer])
             case Unpin(key=key):
-                self.transfers.unpin(key)
+                self.transfers.pins.unpin(key)
         self._announce()
 
     def fail_request(self, key: int, code: str, detail: str) -> None:
@@ -278,8 +279,10 @@ class EngineCore:
             self.scheduler.enqueue(request)
 
     def _remove(self, key: int) -> bool:
-        if self.scheduler.remove(key) is None:
+        request = self.scheduler.remove(key)
+        if request is None:
             return False
+        self._give_up_pins(request)
         cancel = self.transfers.cancel_pull(key)
         if cancel is not None:
             self.to_mover.append(cancel)
@@ -295,7 +298,15 @@ class EngineCore:
     def _observe(self, chunks: Sequence[Chunk], step_s: float) -> None:
         self.rates.observe_step(step_work(chunks), step_s)
 
+    def _give_up_pins(self, gone: Request) -> None:
+        """Let nobody wait for blocks that only `gone` would have computed."""
+        waited_for = self.transfers.pins.awaited.intersection(gone.prompt_ids)
+        if waited_for:
+            others = (request.prompt_ids for request in self.scheduler.requests.values())
+            self.to_mover.extend(self.transfers.pins.give_up(waited_for.difference(*others)))
+
     def _announce(self) -> None:
+        self.to_mover.extend(self.transfers.pins.settle())
         adds, removes = self.pool.take_changes()
         if adds or removes:
             self.transfers.pushes.forget(removes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.common.links import NEAR, SSD, Link, faded
@@ -58,13 +58,13 @@ class LinkRates:
         self._holders: OrderedDict[tuple[str, str, int], _Holder] = OrderedDict()
 
     def begin(self, runs: Sequence[HolderRun]) -> None:
-        """A pull of `runs` is under way."""
-        for run in runs:
+        """A pull of `runs` is under way. What is waited for loads no link yet, and says nothing of it in the end."""
+        for run in _present(runs):
             self._touch(run.holder).in_flight_bytes += run.num_blocks * self.block_bytes
 
     def end(self, runs: Sequence[HolderRun]) -> None:
         """The pull of `runs` that was begun is over."""
-        for run in runs:
+        for run in _present(runs):
             holder = self._holders.get(run.holder)
             if holder is not None:
                 holder.in_flight_bytes = max(0, holder.in_flight_bytes - run.num_blocks * self.block_bytes)
@@ -72,6 +72,8 @@ class LinkRates:
     def observe(self, runs: Sequence[HolderRun], timings: Sequence[RunTiming], now: float) -> None:
         """How the first `runs` of a pull went."""
         for run, timing in zip(runs, timings, strict=False):
+            if run.wait_s > 0:
+                continue
             if timing.outcome in ("late", "failed"):
                 self._observe_failure(run, timing, now)
             elif timing.num_ssd_blocks:
@@ -175,6 +177,11 @@ class LinkRates:
 
 def _failures(measured: _Measured | None) -> int:
     return measured.failures if measured is not None else 0
+
+
+def _present(runs: Sequence[HolderRun]) -> Iterator[HolderRun]:
+    """Those whose blocks are there already."""
+    return (run for run in runs if not run.wait_s)
 
 
 def _moved(value: float, sample: float, weight: float) -> float:

@@ -34,7 +34,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 class HolderRun(msgspec.Struct, frozen=True, array_like=True):
     """Part of a pull plan: `num_blocks` of the request's blocks from `first_block` on, at one holder.
 
-    num_ssd_blocks: how many at its end are expected on the holder's SSD.
+    num_ssd_blocks: how many at its end are expected on the holder's SSD. wait_s: more than 0 where the holder is still
+    computing them, so long may it wait for each next one.
     """
 
     kind: str  # "worker" | "kvstore"
@@ -45,6 +46,7 @@ class HolderRun(msgspec.Struct, frozen=True, array_like=True):
     first_block: int
     num_blocks: int
     num_ssd_blocks: int = 0
+    wait_s: float = 0.0
 
     @property
     def holder(self) -> tuple[str, str, int]:

@@ -16,7 +16,8 @@ class PullBlocks(Message, frozen=True):
     """Fetch blocks `ids` into pool `slots` (same length, prefix order) from `runs`, whose indices are into `ids`.
 
     deadline_s: seconds that the pull may take, from sending. A pull that lags behind computing the same blocks, one
-    every block_compute_s, by more than patience_s is cut: PullCut, and PullDone once its slots are free. 0: never.
+    every block_compute_s, by more than patience_s is cut: PullCut, and PullDone once its slots are free. 0: never, as
+    where a run waits for blocks that another worker computes.
     """
 
     key: int
@@ -90,10 +91,11 @@ class PushDone(Message, frozen=True):
 
 
 class PinBlocks(Message, frozen=True):
-    """A remote puller wants `ids` (prefix order)."""
+    """A remote puller wants `ids` (prefix order). may_wait: the answer may wait until the first of them is computed."""
 
     key: int
     ids: bytes
+    may_wait: bool = False
 
 
 class PinnedSlots(Message, frozen=True):

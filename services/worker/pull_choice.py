@@ -5,6 +5,9 @@ kept which makes pulling plus computing the rest fastest. The pull is then raced
 more than `patience_s` behind a computation that had begun at the same moment, it is cut and the rest computed. So a
 slow link costs a request at most `patience_s`, which is never more than computing the blocks takes: the sixteenth
 part of that, or 50 ms, and twice the time in which a pull as forecast shows nothing yet.
+
+Blocks that another worker is computing for this request are always waited for and never raced: that worker answers the
+client meanwhile, so that nobody waits for them, and computing them here would do the work twice.
 """
 
 from __future__ import annotations
@@ -31,13 +34,23 @@ class PullChoice:
     lag_s: float
 
     @property
+    def waits(self) -> bool:
+        """Whether some of it is still being computed by its holder."""
+        return any(run.wait_s > 0 for run in self.runs)
+
+    @property
     def patience_s(self) -> float:
-        """How far behind computing it may fall."""
+        """How far behind computing it may fall; 0: as far as it likes."""
+        if self.waits:
+            return 0.0
         return min(self.compute_s, max(_LEAST_PATIENCE_S, self.compute_s * _PATIENCE_SHARE) + 2 * self.lag_s)
 
 
 def choose_pull(plan: Sequence[HolderRun], links: LinkRates, *, block_compute_s: float, now: float) -> PullChoice:
     """The leading part of `plan` that is worth pulling when a block takes `block_compute_s` to compute."""
+    awaited = max((number for number, run in enumerate(plan, 1) if run.wait_s > 0), default=0)
+    if awaited:
+        return PullChoice(list(plan[:awaited]), 0.0, 0.0, 0.0)
     best = PullChoice([], 0.0, 0.0, 0.0)
     for choice in _parts(plan, links, block_compute_s, now):
         if choice.pull_s - choice.compute_s < best.pull_s - best.compute_s:

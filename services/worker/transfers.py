@@ -2,7 +2,7 @@
 
 Pull: slots are allocated for the planned blocks that are worth it (`pull_choice`) and given back when PullDone comes,
 the arrived ones registered first, so that the scheduler finds them as ordinary prefix hits; PullCut does that early for
-what has arrived of a pull that is given up. Push: see `pushes`. Pin: a remote puller reads.
+what has arrived of a pull that is given up. Push: see `pushes`. Pin: a remote puller reads (`pins`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.common.blocks import BlockId, join_ids, split_ids
+from services.common.blocks import BlockId, join_ids
+from services.common.transfer.protocol import MAX_WAITING_PULL_S
 from services.worker.block_pool import BlockPool
 from services.worker.link_rates import LinkRates
 from services.worker.messages import HolderRun
-from services.worker.mover_messages import CancelPull, PinBlocks, PinnedSlots, PullBlocks, PullCut, PullDone
+from services.worker.mover_messages import CancelPull, PullBlocks, PullCut, PullDone
+from services.worker.pins import Pins
 from services.worker.pull_choice import choose_pull
 from services.worker.push_memory import Node
 from services.worker.pushes import Pushes, PushPolicy
@@ -64,13 +66,12 @@ class Transfers:
         self._limits = limits
         self._pool = pool
         self._pulls: dict[int, _Pull] = {}
-        self._pins: dict[int, list[int]] = {}
-        self._num_served_blocks = 0
+        self.pins = Pins(pool, limits.max_served_blocks)
 
     @property
     def is_idle(self) -> bool:
         """Whether the mover holds no slot."""
-        return self.pushes.is_idle and not (self._pulls or self._pins)
+        return self.pushes.is_idle and self.pins.is_idle and not self._pulls
 
     def start_pull(
         self, request: Request, hits: int, now: float, *, reserve: int, block_compute_s: float
@@ -98,7 +99,7 @@ class Transfers:
         ids = wanted_ids[hits : hits + count]
         self._pulls[request.key] = _Pull(request, held, slots, ids, runs, now)
         self._links.begin(runs)
-        deadline_s = min(self._limits.max_pull_s, request.deadline_s - now)
+        deadline_s = min(MAX_WAITING_PULL_S if choice.waits else self._limits.max_pull_s, request.deadline_s - now)
         return PullBlocks(
             request.key,
             request.request_id,
@@ -156,22 +157,6 @@ class Transfers:
             request.pulled_tiers = {first + i: told.tiers[i] for i in range(arrived)}
         pull.request, pull.held, pull.slots, pull.runs = None, [], pull.slots[arrived:], []
         return request
-
-    def pin(self, wanted: PinBlocks) -> PinnedSlots:
-        """Hold the leading wanted blocks that are here, as far as the bound allows."""
-        room = max(0, self._limits.max_served_blocks - self._num_served_blocks)
-        slots = [] if wanted.key in self._pins else self._pool.match(split_ids(wanted.ids))[:room]
-        if slots:
-            self._pool.hold(slots)
-            self._num_served_blocks += len(slots)
-            self._pins[wanted.key] = slots
-        return PinnedSlots(wanted.key, slots)
-
-    def unpin(self, key: int) -> None:
-        """The remote puller has read."""
-        slots = self._pins.pop(key, [])
-        self._num_served_blocks -= len(slots)
-        self._pool.release(slots)
 
 
 def _holder(runs: Sequence[HolderRun], index: int) -> Node | None:

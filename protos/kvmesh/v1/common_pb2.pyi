@@ -311,6 +311,7 @@ class PullStep(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_SSD_BLOCKS_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     kind: Global___LocationKind.ValueType
     location_id: _builtins.str
     """Location id and the epoch the index knew; another epoch there answers "none"."""
@@ -324,6 +325,10 @@ class PullStep(_message.Message):
     num_blocks: _builtins.int
     num_ssd_blocks: _builtins.int
     """How many of them, at the end, the index has on the holder's SSD."""
+    wait_s: _builtins.float
+    """More than 0: the holder is about to compute these blocks, and may wait so many seconds for each next one of them
+    before it stops short.
+    """
     def __init__(
         self,
         *,
@@ -335,10 +340,11 @@ class PullStep(_message.Message):
         first_block: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         num_ssd_blocks: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "kind", b"kind", "location_id", b"location_id", "num_blocks", b"num_blocks", "num_ssd_blocks", b"num_ssd_blocks", "pull_address", b"pull_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_block", b"first_block", "grpc_address", b"grpc_address", "kind", b"kind", "location_id", b"location_id", "num_blocks", b"num_blocks", "num_ssd_blocks", b"num_ssd_blocks", "pull_address", b"pull_address", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -354,6 +354,7 @@ class Grant(_message.Message):
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     PREDICTED_TPOT_S_FIELD_NUMBER: _builtins.int
+    HANDOFF_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     worker_id: _builtins.str
@@ -370,6 +371,10 @@ class Grant(_message.Message):
     def pull_plan(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PullStep]:
         """Blocks to pull beyond what the worker itself holds, in order."""
 
+    @_builtins.property
+    def handoff(self) -> Global___Handoff:
+        """Where the request is to go on once the prompt has been computed, which is planned from the beginning."""
+
     def __init__(
         self,
         *,
@@ -383,14 +388,61 @@ class Grant(_message.Message):
         predicted_ttft_s: _builtins.float = ...,
         policy: _builtins.str = ...,
         predicted_tpot_s: _builtins.float = ...,
+        handoff: Global___Handoff | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "local_blocks", b"local_blocks", "policy", b"policy", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "pull_plan", b"pull_plan", "request_id", b"request_id", "worker_address", b"worker_address", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handoff", b"handoff", "local_blocks", b"local_blocks", "policy", b"policy", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "pull_plan", b"pull_plan", "request_id", b"request_id", "worker_address", b"worker_address", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Grant: _TypeAlias = Grant  # noqa: Y015
+
+@_typing.final
+class Handoff(_message.Message):
+    """The second part of a request whose prompt is computed by another worker, the grant's: an attempt with hold_s that
+    pulls what the first part computes. The predicted time per token of the grant is this worker's.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    WORKER_EPOCH_FIELD_NUMBER: _builtins.int
+    WORKER_ADDRESS_FIELD_NUMBER: _builtins.int
+    PULL_PLAN_FIELD_NUMBER: _builtins.int
+    LOCAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """Attempt number of this part: closed by a Done of its own."""
+    worker_id: _builtins.str
+    worker_epoch: _builtins.int
+    worker_address: _builtins.str
+    local_blocks: _builtins.int
+    predicted_s: _builtins.float
+    """From the beginning until it is prepared."""
+    @_builtins.property
+    def pull_plan(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PullStep]:
+        """As in Grant; its last step names the grant's worker."""
+
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        worker_epoch: _builtins.int = ...,
+        worker_address: _builtins.str = ...,
+        pull_plan: _abc.Iterable[_common_pb2.PullStep] | None = ...,
+        local_blocks: _builtins.int = ...,
+        predicted_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "local_blocks", b"local_blocks", "predicted_s", b"predicted_s", "pull_plan", b"pull_plan", "worker_address", b"worker_address", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Handoff: _TypeAlias = Handoff  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvmesh/v1/transfer.proto\x12\tkvmesh.v1\"h\n\x0bPullRequest\x12\x11\n\tblock_ids\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\x12#\n\x05heads\x18\x04 \x01(\x0b\x32\x14.kvmesh.v1.HeadRange\")\n\tHeadRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\":\n\tPullChunk\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\t\",\n\tPushChunk\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"@\n\x0cPushResponse\x12\x17\n\x0f\x61\x63\x63\x65pted_blocks\x18\x01 \x01(\r\x12\x17\n\x0frejected_blocks\x18\x02 \x01(\r2\x80\x01\n\rBlockTransfer\x12\x36\n\x04Pull\x12\x16.kvmesh.v1.PullRequest\x1a\x14.kvmesh.v1.PullChunk0\x01\x12\x37\n\x04Push\x12\x14.kvmesh.v1.PushChunk\x1a\x17.kvmesh.v1.PushResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvmesh/v1/transfer.proto\x12\tkvmesh.v1\"x\n\x0bPullRequest\x12\x11\n\tblock_ids\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\x12#\n\x05heads\x18\x04 \x01(\x0b\x32\x14.kvmesh.v1.HeadRange\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\")\n\tHeadRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\":\n\tPullChunk\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\t\",\n\tPushChunk\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"@\n\x0cPushResponse\x12\x17\n\x0f\x61\x63\x63\x65pted_blocks\x18\x01 \x01(\r\x12\x17\n\x0frejected_blocks\x18\x02 \x01(\r2\x80\x01\n\rBlockTransfer\x12\x36\n\x04Pull\x12\x16.kvmesh.v1.PullRequest\x1a\x14.kvmesh.v1.PullChunk0\x01\x12\x37\n\x04Push\x12\x14.kvmesh.v1.PushChunk\x1a\x17.kvmesh.v1.PushResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,15 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.transfer_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PULLREQUEST']._serialized_start=39
-  _globals['_PULLREQUEST']._serialized_end=143
-  _globals['_HEADRANGE']._serialized_start=145
-  _globals['_HEADRANGE']._serialized_end=186
-  _globals['_PULLCHUNK']._serialized_start=188
-  _globals['_PULLCHUNK']._serialized_end=246
-  _globals['_PUSHCHUNK']._serialized_start=248
-  _globals['_PUSHCHUNK']._serialized_end=292
-  _globals['_PUSHRESPONSE']._serialized_start=294
-  _globals['_PUSHRESPONSE']._serialized_end=358
-  _globals['_BLOCKTRANSFER']._serialized_start=361
-  _globals['_BLOCKTRANSFER']._serialized_end=489
+  _globals['_PULLREQUEST']._serialized_end=159
+  _globals['_HEADRANGE']._serialized_start=161
+  _globals['_HEADRANGE']._serialized_end=202
+  _globals['_PULLCHUNK']._serialized_start=204
+  _globals['_PULLCHUNK']._serialized_end=262
+  _globals['_PUSHCHUNK']._serialized_start=264
+  _globals['_PUSHCHUNK']._serialized_end=308
+  _globals['_PUSHRESPONSE']._serialized_start=310
+  _globals['_PUSHRESPONSE']._serialized_end=374
+  _globals['_BLOCKTRANSFER']._serialized_start=377
+  _globals['_BLOCKTRANSFER']._serialized_end=505
 # @@protoc_insertion_point(module_scope)

@@ -26,12 +26,15 @@ class PullRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     HEADS_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     block_ids: _builtins.bytes
     """Ids of the wanted blocks in prefix order, 16 bytes each, concatenated."""
     epoch: _builtins.int
     """The answer is empty when the holder's epoch is another. 0: any."""
     deadline_s: _builtins.float
     """Time the puller will wait, from sending."""
+    wait_s: _builtins.float
+    """The holder is still computing these blocks: so long it may wait for a next one before it stops short."""
     @_builtins.property
     def heads(self) -> Global___HeadRange:
         """Only these KV heads of each block. Unset: whole blocks."""
@@ -43,10 +46,11 @@ class PullRequest(_message.Message):
         epoch: _builtins.int = ...,
         deadline_s: _builtins.float = ...,
         heads: Global___HeadRange | None = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "deadline_s", b"deadline_s", "epoch", b"epoch", "heads", b"heads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "deadline_s", b"deadline_s", "epoch", b"epoch", "heads", b"heads", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,6 +68,7 @@ class GrpcTransport:
                 epoch=request.epoch,
                 deadline_s=request.deadline_s,
                 heads=transfer_pb2.HeadRange(first=heads.first, count=heads.count) if heads else None,
+                wait_s=request.wait_s,
             )
             metadata = (*self._metadata(request.traceparent), (REQUEST_ID_METADATA, request.request_id or "-"))
             call = transfer_pb2_grpc.BlockTransferStub(channel).Pull(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -24,7 +25,9 @@ from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import (
     MAX_PULL_BLOCKS,
     MAX_PUSH_BLOCKS,
+    MAX_WAITING_PULL_S,
     STOP_DEADLINE,
+    STOP_MISSING,
     BlockLease,
     BlockSink,
     BlockSource,
@@ -52,22 +55,30 @@ class BlockTransferServicer(transfer_pb2_grpc.BlockTransferServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not 0 < len(ids) <= MAX_PULL_BLOCKS:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a pull of no or of too many blocks")
-        if math.isnan(request.deadline_s):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a deadline that is no number")
-        deadline_s = min(max(0.0, request.deadline_s), self._max_operation_s)
-        wanted = PullRequest(ids, request.epoch, deadline_s, _current_traceparent(), _request_id(context), heads)
-        try:
-            async with asyncio.timeout(deadline_s):
-                lent = _Lent(await self._source.lease(wanted), deadline_s)
-        except TimeoutError:
-            context.set_trailing_metadata(((STOP_METADATA, STOP_DEADLINE),))
-            return
-        try:
-            while (chunk := lent.next_chunk()) is not None:
-                yield chunk
-            context.set_trailing_metadata(((STOP_METADATA, lent.stop),))
-        finally:
-            lent.release()
+        if math.isnan(request.deadline_s) or math.isnan(request.wait_s):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a time that is no number")
+        wait_s = min(max(0.0, request.wait_s), MAX_WAITING_PULL_S)
+        deadline_s = min(max(0.0, request.deadline_s), MAX_WAITING_PULL_S if wait_s else self._max_operation_s)
+        names = _current_traceparent(), _request_id(context)
+        wanted = PullRequest(ids, request.epoch, deadline_s, *names, heads, wait_s=wait_s)
+        until_s = asyncio.get_running_loop().time() + deadline_s
+        stop: str | None = None
+        while stop is None:
+            try:
+                async with asyncio.timeout_at(until_s):
+                    lease = await self._source.lease(wanted)
+            except TimeoutError:
+                stop = STOP_DEADLINE
+                break
+            lent = _Lent(lease, min(until_s - asyncio.get_running_loop().time(), self._max_operation_s))
+            try:
+                while (chunk := lent.next_chunk()) is not None:
+                    yield chunk
+            finally:
+                lent.release()
+            wanted = replace(wanted, ids=wanted.ids[lent.num_sent :])
+            stop = None if wait_s and lent.stop == STOP_MISSING and lent.num_sent else lent.stop
+        context.set_trailing_metadata(((STOP_METADATA, stop),))
 
     async def Push(
         self, request_iterator: AsyncIterator[transfer_pb2.PushChunk], context: _Context
@@ -108,6 +119,11 @@ class _Lent:
         self._lease: BlockLease | None = lease
         self._next = 0
         self._timer = asyncio.get_running_loop().call_later(deadline_s, self._expire)
+
+    @property
+    def num_sent(self) -> int:
+        """Blocks that have gone."""
+        return self._next
 
     def next_chunk(self) -> transfer_pb2.PullChunk | None:
         """The next block, copied; None after the last one or when time is up."""

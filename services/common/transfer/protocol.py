@@ -18,6 +18,8 @@ PROTOCOL_VERSION = 1
 # Most blocks of one pull and of one push; callers split longer ones.
 MAX_PULL_BLOCKS = 4096
 MAX_PUSH_BLOCKS = 64
+# Longest pull of blocks that are still being computed; only while some are sent are any held for it.
+MAX_WAITING_PULL_S = 120.0
 # A heartbeat goes out this often while something is under way; this many without an answer mean that the peer is lost.
 HEARTBEAT_S = 0.2
 SILENT_HEARTBEATS = 4
@@ -47,7 +49,9 @@ class PeerAddress:
 class PullRequest:
     """Blocks wanted, in prefix order. epoch 0: any. deadline_s: how long the puller waits, from sending.
 
-    heads: only these KV heads of each block, which is what the buffers have room for; None: whole blocks.
+    heads: only these KV heads of each block, which is what the buffers have room for; None: whole blocks. wait_s: how
+    long the holder may wait for a next block that it is still computing before it stops short; holders that cannot wait
+    stop at once.
     """
 
     ids: Sequence[BlockId]
@@ -58,6 +62,7 @@ class PullRequest:
     heads: HeadRange | None = None
     # Known on the holder's side alone, where the transport tells.
     same_host: bool = False
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,7 @@ class BlockSource(Protocol):
     """Whoever holds blocks."""
 
     async def lease(self, request: PullRequest) -> BlockLease:
-        """Hold the leading blocks of `request` that are here."""
+        """Hold the leading blocks of `request` that are here; when the first is not, wait for it up to its wait_s."""
 
 
 class Reservation(Protocol):

@@ -19,7 +19,9 @@ from services.common.transfer.connection import Connection
 from services.common.transfer.errors import HandshakeRefused, PeerLost, ProtocolViolation, TransferError
 from services.common.transfer.protocol import (
     MAX_PUSH_BLOCKS,
+    STOP_CANCELLED,
     STOP_DEADLINE,
+    STOP_MISSING,
     STOP_OVERLOAD,
     BlockLease,
     BlockSink,
@@ -109,7 +111,7 @@ class TransferServer(ABC, Generic[C]):
             session.connection.send(wire.PullEnd(message.op, 0, STOP_OVERLOAD))
             return
         pull = session.pulls[message.op] = self._served_pull(session, message, request)
-        self._operate(session.connection, pull.run(self._source))
+        self._operate(session.connection, pull.run(self._source, self._max_operation_s))
 
     def spawn_push(self, session: Session[C], message: wire.Offer | wire.ShownOffer) -> None:
         """Serve a push in a task of its own."""
@@ -185,23 +187,36 @@ class Session(Generic[C]):
 
 
 class ServedPull(ABC, Generic[C]):
-    """One pull being answered."""
+    """One pull being answered: with one lease, or where blocks are waited for with one lease after the other."""
 
     def __init__(self, session: Session[C], number: int, request: PullRequest) -> None:
         self._session = session
         self._connection = session.connection
         self._number = number
         self._request = request
-        self._until_s = asyncio.get_running_loop().time() + request.deadline_s
+        self._began_s = asyncio.get_running_loop().time()
+        self._end_s = self._began_s + request.deadline_s
+        # When the present lease ends.
+        self._until_s = self._end_s
         self._cancelled = False
+        self._leasing: asyncio.Timeout | None = None
 
-    @abstractmethod
     def wake(self) -> None:
         """The connection has failed or the pull was cancelled: whatever waits looks again."""
+        if self._leasing is not None and not self._leasing.expired():
+            self._leasing.reschedule(0.0)
+
+    @property
+    @abstractmethod
+    def _num_answered(self) -> int:
+        """Blocks handed out by all leases so far."""
 
     @abstractmethod
-    async def _answer(self, lease: BlockLease) -> None:
-        """Hand out the blocks, release the lease, and say how it ended. Raises TransferError."""
+    async def _answer(self, lease: BlockLease) -> bool:
+        """Hand out the blocks and release the lease; whether the pull is over, which has been said then.
+
+        Raises TransferError.
+        """
 
     def handle(self, message: wire.Cancel | wire.Taken) -> None:
         """A message from the puller. Raises ProtocolViolation."""
@@ -210,18 +225,40 @@ class ServedPull(ABC, Generic[C]):
         self._cancelled = True
         self.wake()
 
-    async def run(self, source: BlockSource) -> None:
-        """From the lease to its release."""
+    async def run(self, source: BlockSource, max_lease_s: float) -> None:
+        """From the first lease to the release of the last."""
+        loop = asyncio.get_running_loop()
         try:
-            try:
-                async with asyncio.timeout(self._request.deadline_s):
-                    lease = await source.lease(self._request)
-            except TimeoutError:
-                self._connection.send(wire.PullEnd(self._number, 0, STOP_DEADLINE))
-                return
-            await self._answer(lease)
+            is_over = False
+            while not is_over:
+                lease = await self._lease(source, self._end_s - loop.time())
+                self._until_s = min(self._end_s, loop.time() + max_lease_s)
+                is_over = lease is None or await self._answer(lease)
         finally:
             del self._session.pulls[self._number]
+
+    async def _lease(self, source: BlockSource, timeout_s: float) -> BlockLease | None:
+        """The blocks after those that were handed out; None when the pull is over, which has been said then."""
+        request = replace(self._request, ids=self._request.ids[self._num_answered :])
+        try:
+            async with asyncio.timeout(timeout_s) as self._leasing:
+                return await source.lease(request)
+        except TimeoutError:
+            stop = STOP_CANCELLED if self._cancelled else STOP_DEADLINE
+        finally:
+            self._leasing = None
+        self._connection.send(wire.PullEnd(self._number, self._num_answered, stop))
+        return None
+
+    def _final_stop(self, lease: BlockLease) -> str | None:
+        """Why nothing follows the blocks of `lease`; None when more are waited for."""
+        waits = self._request.wait_s > 0 and lease.stop == STOP_MISSING and lease.blocks
+        return None if waits else lease.stop
+
+    @property
+    def _lease_s(self) -> float:
+        """How long after the pull was asked for the present lease ends."""
+        return self._until_s - self._began_s
 
     def _left_s(self) -> float:
         return self._until_s - asyncio.get_running_loop().time()

@@ -86,7 +86,7 @@ class ShmTransport:
         self, connected: Peer[ShmConnection], request: PullRequest, buffers: Sequence[memoryview], on_block: OnBlock
     ) -> PullResult:
         number = connected.next_number()
-        operation = _PullOperation(connected.connection, number, buffers, on_block)
+        operation = _PullOperation(connected.connection, number, buffers, on_block, tells_all=request.wait_s > 0)
         result = await connected.run(number, operation, wire.Pull.of(number, request), request.deadline_s)
         self._lent_blocks += result.num_blocks
         return result
@@ -115,10 +115,19 @@ class ShmTransport:
 
 
 class _PullOperation:
-    """Copies what is lent, in order. Between two turns of the loop it holds no memory of either side."""
+    """Copies what is lent, in order. Between two turns of the loop it holds no memory of either side.
+
+    tells_all: the holder is told whenever everything has been taken, and lends no more before.
+    """
 
     def __init__(
-        self, connection: ShmConnection, number: int, buffers: Sequence[memoryview], on_block: OnBlock
+        self,
+        connection: ShmConnection,
+        number: int,
+        buffers: Sequence[memoryview],
+        on_block: OnBlock,
+        *,
+        tells_all: bool,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.done: Outcome[PullResult] = Outcome()
@@ -127,6 +136,7 @@ class _PullOperation:
         self._number = number
         self._buffers = buffers
         self._on_block = on_block
+        self._tells_all = tells_all
         self._lent: deque[wire.Lent] = deque()
         self._num_lent = 0
         self._num_copied = 0
@@ -209,7 +219,13 @@ class _PullOperation:
         return len(buffer)
 
     def _check(self) -> None:
-        if self._end is not None and self._num_copied == self._num_lent and not self.done.done():
+        if self._num_copied < self._num_lent or self.done.done():
+            return
+        if self._end is None:
+            if self._tells_all and self._untold_bytes:
+                self._untold_bytes = 0
+                self._connection.send(wire.Taken(self._number, self._num_copied))
+        else:
             if self._untold_bytes:
                 # Nobody waits for this: it goes with the next message.
                 self._connection.send_later(wire.Taken(self._number, self._num_copied))

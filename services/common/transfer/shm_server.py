@@ -136,14 +136,21 @@ class _ServedPull(ServedPull[ShmConnection]):
     ) -> None:
         super().__init__(session, number, request)
         self._regions = regions
+        # Of the present lease; the first of them is number `_first` of the pull.
         self._blocks: Sequence[HeldBlock] = ()
+        self._first = 0
         self._num_lent = 0
         self._num_taken = 0
         self._untaken_bytes = 0
         self._progress = asyncio.Event()
 
+    @property
+    def _num_answered(self) -> int:
+        return self._num_lent
+
     def wake(self) -> None:
         """As `ServedPull.wake`."""
+        super().wake()
         self._progress.set()
 
     def handle(self, message: wire.Cancel | wire.Taken) -> None:
@@ -153,23 +160,27 @@ class _ServedPull(ServedPull[ShmConnection]):
             return
         if not self._num_taken < message.num_blocks <= self._num_lent:
             raise ProtocolViolation("blocks taken that were not lent")
-        self._untaken_bytes -= sum(len(block.payload) for block in self._blocks[self._num_taken : message.num_blocks])
+        taken = self._blocks[self._num_taken - self._first : message.num_blocks - self._first]
+        self._untaken_bytes -= sum(len(block.payload) for block in taken)
         self._num_taken = message.num_blocks
-        self.wake()
+        self._progress.set()
 
-    async def _answer(self, lease: BlockLease) -> None:
-        self._blocks = lease.blocks
+    async def _answer(self, lease: BlockLease) -> bool:
+        self._blocks, self._first = lease.blocks, self._num_lent
         stop, said = STOP_CANCELLED, False
         try:
             stop, said = await self._lend_all(lease)
         finally:
             self._blocks = ()
-            lease.release(self._num_taken, stop)
+            lease.release(self._num_taken - self._first, stop)
+        if stop == lease.stop and self._final_stop(lease) is None:
+            return False
         if not said:
             self._connection.send(wire.PullEnd(self._number, self._num_lent, stop))
+        return True
 
     async def _lend_all(self, lease: BlockLease) -> tuple[str, bool]:
-        """Why the pull ended, and whether the puller knows. Returns when everything lent was taken, or time is up."""
+        """Why no more was lent, and whether the puller knows. Returns when all of it was taken, or time is up."""
         stop: str | None = None
         while True:
             # Before anything is looked at: lending itself may find the connection broken, and wake us.
@@ -190,7 +201,7 @@ class _ServedPull(ServedPull[ShmConnection]):
 
     def _lend_batch(self, lease: BlockLease) -> str | None:
         """Lend some blocks; returns why they are the last, None when they are not."""
-        first = self._num_lent
+        first = self._num_lent - self._first
         most = max(1, BATCH_BYTES // max(1, len(lease.blocks[first].payload))) if first < len(lease.blocks) else 1
         batch = lease.blocks[first : first + min(BATCH_BLOCKS, most)]
         num_wanted = len(batch)
@@ -207,13 +218,14 @@ class _ServedPull(ServedPull[ShmConnection]):
         batch = batch[: len(places)]
         end = first + len(batch)
         stop = lease.stop if end == len(lease.blocks) else None
+        said = self._final_stop(lease) if stop is not None else None
         if len(places) < num_wanted:
-            stop = STOP_ELSEWHERE
+            stop = said = STOP_ELSEWHERE
         if batch:
             headers, tiers = [block.header for block in batch], [block.tier for block in batch]
-            lease_s = self._request.deadline_s
-            self._connection.send(wire.Lent(self._number, first, headers, tiers, places, lease_s, stop))
-            self._num_lent = end
+            number = self._num_lent
+            self._connection.send(wire.Lent(self._number, number, headers, tiers, places, self._lease_s, said))
+            self._num_lent += len(batch)
             self._untaken_bytes += sum(len(block.payload) for block in batch)
         elif self._num_lent and stop is not None:
             self._connection.send(wire.PullEnd(self._number, self._num_lent, stop))

@@ -85,35 +85,41 @@ class _ServedPull(ServedPull[UcxConnection]):
         self._sending = InFlight(session.connection)
         self._num_sent = 0
 
-    def wake(self) -> None:
-        """As `ServedPull.wake`. What is being sent ends by itself when the connection fails."""
+    @property
+    def _num_answered(self) -> int:
+        return self._num_sent
 
-    async def _answer(self, lease: BlockLease) -> None:
-        stop = STOP_CANCELLED
+    async def _answer(self, lease: BlockLease) -> bool:
+        first, stop = self._num_sent, STOP_CANCELLED
+        final = self._final_stop(lease)
         try:
-            stop = await self._send_all(lease)
+            stop = await self._send_all(lease, first, final)
+            is_over = final is not None or stop != lease.stop
             # Sent before the payloads have gone, for which the puller waits by itself; the last blocks carry it.
-            if self._num_sent == 0 or self._num_sent < len(lease.blocks):
+            if is_over and (not lease.blocks or self._num_sent - first < len(lease.blocks)):
                 self._connection.send(wire.PullEnd(self._number, self._num_sent, stop))
         finally:
             try:
                 await self._sending.settle(self._left_s())
             finally:
-                lease.release(self._num_sent, stop)
+                lease.release(self._num_sent - first, stop)
+        return is_over
 
-    async def _send_all(self, lease: BlockLease) -> str:
+    async def _send_all(self, lease: BlockLease, first: int, final: str | None) -> str:
+        """Send the blocks, numbers `first` on of the pull; why no more of them came."""
         blocks = lease.blocks
-        while self._num_sent < len(blocks):
+        while self._num_sent - first < len(blocks):
             if self._connection.error is not None:
                 raise PeerLost(str(self._connection.error))
             if self._cancelled:
                 return STOP_CANCELLED
             if self._left_s() <= 0:
                 return STOP_DEADLINE
-            room = (WINDOW_BYTES - self._sending.num_bytes) // len(blocks[self._num_sent].payload)
+            begin = self._num_sent - first
+            room = (WINDOW_BYTES - self._sending.num_bytes) // len(blocks[begin].payload)
             if room > 0 or not self._sending.count:
-                end = min(len(blocks), self._num_sent + min(BATCH_BLOCKS, max(1, room)))
-                self._send(blocks[self._num_sent : end], lease.stop if end == len(blocks) else None)
+                end = min(len(blocks), begin + min(BATCH_BLOCKS, max(1, room)))
+                self._send(blocks[begin:end], final if end == len(blocks) else None)
             else:
                 await self._sending.fewer(self._left_s())
         return lease.stop

@@ -20,7 +20,7 @@ import msgspec
 from services.common.blocks import BLOCK_ID_BYTES, BlockId, join_ids, split_ids
 from services.common.transfer.errors import ProtocolViolation
 from services.common.transfer.heads import HeadRange
-from services.common.transfer.protocol import MAX_PULL_BLOCKS, PullRequest
+from services.common.transfer.protocol import MAX_PULL_BLOCKS, MAX_WAITING_PULL_S, PullRequest
 
 NONCE_BYTES = 16
 FRAME_BYTES = 192
@@ -72,7 +72,8 @@ class Refused(Control, frozen=True):
 class Pull(Control, frozen=True):
     """Fields of PullRequest; ids are concatenated, heads are first and count.
 
-    runs: how many buffers, one after the other, adjoin in memory.
+    runs: how many buffers, one after the other, adjoin in memory. Holders of an older release read no wait_s, which
+    pullers of an older one do not send.
     """
 
     op: int
@@ -83,19 +84,21 @@ class Pull(Control, frozen=True):
     request_id: str
     runs: list[int] = []
     heads: tuple[int, int] | None = None
+    wait_s: float = 0.0
 
     @classmethod
     def of(cls, op: int, request: PullRequest, runs: Sequence[int] = ()) -> Pull:
         """The message that asks for `request`."""
         ids, heads = join_ids(request.ids), _fields(request.heads)
         context = request.traceparent, request.request_id
-        return cls(op, ids, request.epoch, request.deadline_s, *context, list(runs), heads)
+        return cls(op, ids, request.epoch, request.deadline_s, *context, list(runs), heads, request.wait_s)
 
-    def request(self, max_deadline_s: float) -> PullRequest:
-        """What is asked for, in at most so many seconds. Raises ProtocolViolation."""
-        deadline_s = bounded_s(self.deadline_s, max_deadline_s)
+    def request(self, max_operation_s: float) -> PullRequest:
+        """What is asked for, in the time that its holder gives. Raises ProtocolViolation."""
+        wait_s = bounded_s(self.wait_s, MAX_WAITING_PULL_S)
+        deadline_s = bounded_s(self.deadline_s, MAX_WAITING_PULL_S if wait_s else max_operation_s)
         ids, heads = _ids(self.ids), _heads(self.heads)
-        return PullRequest(ids, self.epoch, deadline_s, self.traceparent, self.request_id, heads)
+        return PullRequest(ids, self.epoch, deadline_s, self.traceparent, self.request_id, heads, wait_s=wait_s)
 
 
 class Blocks(Control, frozen=True):

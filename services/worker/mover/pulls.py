@@ -150,7 +150,8 @@ class Puller:
             received = _Received(ids[first:end], buffers[first:end], run, self._format, self._heads, progress)
             try:
                 traceparent = _traceparent(message.traceparent)
-                request = PullRequest(ids[first:end], run.epoch, left_s, traceparent, message.request_id, self._heads)
+                names = traceparent, message.request_id
+                request = PullRequest(ids[first:end], run.epoch, left_s, *names, self._heads, wait_s=run.wait_s)
                 result = await self._pull(run, request, buffers[first:end], received)
             except TransferError as error:
                 progress.end_run(_LATE if isinstance(error, TransferTimeout) else "failed")

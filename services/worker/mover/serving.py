@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,10 @@ class PinnedSource:
             future.set_result(message.slots)
 
     async def lease(self, request: PullRequest) -> PinnedLease:
-        """The leading blocks that the engine has; none for another epoch or for heads of other ranks."""
+        """The leading blocks that the engine has, once it has the first or for the request's wait has not got it.
+
+        None for another epoch or for heads of other ranks.
+        """
         if request.epoch not in (0, self._epoch):
             return PinnedLease([], STOP_EPOCH, lambda _: None)
         wanted = request.heads or self._format.all_heads
@@ -91,8 +95,9 @@ class PinnedSource:
             blocks = await self._read(request, slots, wanted)
         except TimeoutError:
             self._unpin(key)
-            _log.warning("the engine did not pin blocks in time", blocks=len(request.ids))
-            return PinnedLease([], STOP_OVERLOAD, lambda _: None)
+            level = logging.INFO if request.wait_s else logging.WARNING
+            _log.log(level, "the engine did not pin blocks in time", blocks=len(request.ids), wait_s=request.wait_s)
+            return PinnedLease([], STOP_MISSING if request.wait_s else STOP_OVERLOAD, lambda _: None)
         except BaseException:
             self._unpin(key)
             raise
@@ -107,9 +112,9 @@ class PinnedSource:
     async def _pin(self, key: int, request: PullRequest) -> list[int]:
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
-        self._send(PinBlocks(key, join_ids(request.ids)))
+        self._send(PinBlocks(key, join_ids(request.ids), may_wait=request.wait_s > 0))
         try:
-            async with asyncio.timeout(min(PIN_TIMEOUT_S, request.deadline_s)):
+            async with asyncio.timeout(min(request.wait_s or PIN_TIMEOUT_S, request.deadline_s)):
                 return await future
         finally:
             self._waiting.pop(key, None)
