@@ -1,7 +1,8 @@
 """A process that holds blocks and keeps pushed ones: `python -m tests.common.transfer.holder --transport ucx …`.
 
 Prints its addresses as JSON and serves until killed. Every line on stdin is answered with a line of JSON: counts of
-open leases, of what was pushed and of what was read by the directory; a line "strike N" strikes block N off it first.
+open leases, of what was pushed and of what was read by the directory; a line "strike N" strikes block N off it first,
+a line "compute N" makes blocks up to number N appear.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
 class Holder:
     """Source of one chain, sink of anything valid."""
 
-    def __init__(self, count: int, block_bytes: int, *, hang: bool, spoil: int, commit_s: float) -> None:
+    def __init__(
+        self, count: int, block_bytes: int, *, hang: bool, spoil: int, commit_s: float, computed: int | None = None
+    ) -> None:
         ids = chain(count)
         self.blocks: dict[BlockId, HeldBlock] = {}
         region = create_region("kvmesh-holder", max(1, count) * block_bytes)
@@ -52,6 +55,10 @@ class Holder:
             slot = region.view[index * block_bytes : (index + 1) * block_bytes]
             slot[:] = data
             self.blocks[block_id] = HeldBlock(encoded, slot, "ram")
+        self.all_blocks = dict(self.blocks)
+        self.blocks = dict(list(self.blocks.items())[:computed])
+        self.grown = asyncio.Condition()
+        self.waiting = 0
         self.pushed: dict[BlockId, bytes] = {}
         self.digests: dict[BlockId, str] = {}
         self.open_leases = 0
@@ -79,7 +86,26 @@ class Holder:
         self.read.extend(request.ids)
         self.notes += 1
 
+    async def compute(self, count: int) -> None:
+        """Have the first `count` blocks."""
+        async with self.grown:
+            self.blocks = dict(list(self.all_blocks.items())[:count])
+            self.grown.notify_all()
+
+    async def wait(self, block_id: BlockId, wait_s: float) -> None:
+        """Until the block is here, for as long as that."""
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(wait_s), self.grown:
+                await self.grown.wait_for(lambda: block_id in self.blocks)
+        except TimeoutError:
+            pass
+        finally:
+            self.waiting -= 1
+
     async def lease(self, request: PullRequest) -> Lease:
+        if request.wait_s:
+            await self.wait(request.ids[0], request.wait_s)
         self.traceparents.append(request.traceparent)
         if self._hang:
             await asyncio.sleep(3600)
@@ -146,6 +172,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         hang=arguments.hang,
         spoil=arguments.spoil,
         commit_s=arguments.commit_s,
+        computed=arguments.computed,
     )
     secret = MeshSecret(arguments.secret)
     directory = holder.show_directory(arguments.listed) if arguments.listed else None
@@ -165,10 +192,13 @@ async def serve(arguments: argparse.Namespace) -> None:
         if line.startswith(b"strike"):
             assert holder.directory is not None
             holder.directory.remove(chain(arguments.blocks)[int(line.split()[1])])
+        if line.startswith(b"compute"):
+            await holder.compute(int(line.split()[1]))
         print(
             json.dumps(
                 {
                     "open_leases": holder.open_leases,
+                    "waiting": holder.waiting,
                     "open_reservations": holder.open_reservations,
                     "pushed": [block_id.hex() for block_id in holder.pushed],
                     "notes": holder.notes,
@@ -186,6 +216,7 @@ def main() -> None:
     parser.add_argument("--transport", required=True)
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--block-bytes", type=int, default=192 * 1024)
+    parser.add_argument("--computed", type=int, help="have so many of the blocks at first; all by default")
     parser.add_argument("--listed", type=int, default=0, help="show a directory of so many blocks")
     parser.add_argument("--secret", default=SECRET)
     parser.add_argument("--hang", action="store_true", help="never answer a pull")

@@ -125,12 +125,12 @@ def test_a_message_of_an_earlier_version_asks_for_whole_blocks() -> None:
     """Its last field was the request's id."""
     earlier = wire.encode(wire.Pull(7, b"i" * 32, 3, 1.5, "", "req-1"))
     body = bytearray(earlier)
-    # The array's length is the first byte of the body; the last bytes are no runs and nil for the heads.
+    # The array's length is the first byte of the body; the last bytes are no runs, nil for the heads and a number.
     assert body[4] & 0xF0 == 0x90
-    assert body[-2:] == b"\x90\xc0"
-    body[4] -= 2
-    body[0] -= 2
-    message = wire.decode(bytes(body[:-2]))
+    assert body[-11:] == b"\x90\xc0\xcb" + bytes(8)
+    body[4] -= 3
+    body[0] -= 11
+    message = wire.decode(bytes(body[:-11]))
     assert isinstance(message, wire.Pull)
     assert message.heads is None
     assert message.request(1.0).ids == [b"i" * 16] * 2
