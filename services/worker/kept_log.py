@@ -1,22 +1,23 @@
 """Everything that a kept attempt has said, and its readers, each with a cursor of its own. Pure.
 
-Invariants: a reader is given everything once, and of each choice in order; only the one that started the attempt is
-not told the output which it brought along. A log that is over says nothing more. While nobody reads, neighbouring
-tokens are merged, since a response costs much more memory than a token.
+Invariants: a reader is given all output once, and of each choice in order; only the one that started the attempt is not
+told what it brought along, and it alone is told of moves. A log that is over says nothing more. Tokens of a choice are
+merged for a reader that is behind, who has room for so many responses, and while nobody reads, to save memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 
 from kvmesh.v1 import common_pb2, worker_pb2
 
 from services.worker.messages import RequestFailed
 
-# A message of 2048 responses, each of so many tokens with 20 log probabilities, stays below the limit of 16 MiB.
-_MERGED_TOKENS = 16
-_TAKEN_RESPONSES = 256
+# With 20 log probabilities each, so many tokens are half a megabyte; a message may have 16.
+_TAKEN_TOKENS = 2048
+_MERGED_TOKENS = 512
+# A reader with fewer is not behind.
+_MANY_TOKENS = 16
 
 Response = worker_pb2.WorkerGenerateResponse
 
@@ -59,19 +60,27 @@ class KeptLog:
 
     def read(self, cursor: Cursor) -> list[Response]:
         """What the cursor has not seen, as far as one message may go; it moves on."""
-        end = min(len(self._responses), cursor.position + _TAKEN_RESPONSES)
-        span = range(cursor.position, end)
-        cursor.position = end
-        taken = islice(self._responses, span.start, span.stop)
-        if cursor.is_starter and self._known:
-            return [response for at, response in zip(span, taken, strict=True) if at not in self._known]
-        return list(taken)
+        taken: list[Response] = []
+        num_tokens = 0
+        while cursor.has_more and num_tokens < _TAKEN_TOKENS:
+            response = self._responses[cursor.position]
+            if self._is_for(cursor, response):
+                taken.append(response)
+                num_tokens += len(response.tokens.token_ids)
+            cursor.position += 1
+        return taken if num_tokens < _MANY_TOKENS else list(_merged(taken))
 
     def compact(self) -> None:
         """Merge what can be. Nothing while somebody reads."""
         if not self.cursors:
             self._responses = list(_merged(self._responses))
             self._known.clear()
+
+    def _is_for(self, cursor: Cursor, response: Response) -> bool:
+        """Whether the reader is to have the response that it stands at."""
+        if cursor.is_starter:
+            return cursor.position not in self._known
+        return response.WhichOneof("event") not in ("prepared", "move_wanted")
 
     def _wake(self) -> None:
         for cursor in self.cursors:

@@ -225,7 +225,7 @@ class ServeSession:
         return batch
 
     def _tell(self, part: worker_pb2.AttemptEvents, attempt: Attempt) -> int:
-        """Put an attempt's events into its part; how many. Releases it after its last one."""
+        """Put an attempt's events into its part; how many, each token counted. Releases it after its last one."""
         part.events.extend(attempt.take())
         if attempt.is_over:
             failure = attempt.failure
@@ -234,7 +234,7 @@ class ServeSession:
             self._leave(part.key)
         elif attempt.has_more:
             self._speak(part.key)
-        return len(part.events)
+        return sum(max(1, len(event.tokens.token_ids)) for event in part.events)
 
 
 def _code(name: str) -> int:

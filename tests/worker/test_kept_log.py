@@ -97,10 +97,29 @@ def test_log_probabilities_stay_with_their_tokens() -> None:
         assert [position.chosen.token_id for position in response.tokens.logprobs] == list(response.tokens.token_ids)
 
 
+def test_a_reader_that_is_behind_is_given_few_responses() -> None:
+    log, fresh = KeptLog(), tokens(0, 1)
+    behind = log.open()
+    log.say([tokens(0, i) for i in range(2000)])
+    assert len(behind.take()) < 10
+    log.say([fresh])
+    assert behind.take() == [fresh]
+
+
+def test_moves_are_for_the_starter() -> None:
+    log = KeptLog()
+    starter, other = log.open(is_starter=True), log.open()
+    moves = [Response(prepared=worker_pb2.Prepared()), Response(move_wanted=worker_pb2.MoveWanted())]
+    log.say([tokens(0, 1), *moves])
+    assert starter.take() == [tokens(0, 1), *moves]
+    assert other.take() == [tokens(0, 1)]
+    assert not other.has_more
+
+
 def test_a_long_log_is_taken_in_parts() -> None:
     log = KeptLog()
     cursor = log.open()
-    log.say([tokens(0, i) for i in range(1000)])
+    log.say([tokens(0, i) for i in range(5000)])
     log.end(RequestFailed(1, "UNAVAILABLE", "gone"))
     parts = []
     while cursor.has_more:
@@ -109,7 +128,7 @@ def test_a_long_log_is_taken_in_parts() -> None:
     assert len(parts) > 1
     assert cursor.is_over
     assert cursor.failure is not None
-    assert said([response for part in parts for response in part]) == {0: list(range(1000))}
+    assert said([response for part in parts for response in part]) == {0: list(range(5000))}
 
 
 def test_known_output_is_told_with_its_finish() -> None:
