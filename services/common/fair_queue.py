@@ -51,7 +51,7 @@ class StarvationBound:
 class Entry(Generic[T]):
     """A request in the queue. cost: estimated, in the prices of VirtualCounters.
 
-    order: of arrival. is_kept: it makes no room for others. is_promoted: its turn came by the starvation bound.
+    order: of arrival. is_kept: it goes first in its class, and makes no room for others. is_promoted: its turn came by the starvation bound.
     held, charged: of its tenant, for an open turn and for one that was taken.
     """
 
@@ -85,7 +85,8 @@ class _Line(Generic[T]):
         if waiting is None:
             self.counters.join(entry.tenant, self.tenants.keys())
             waiting = self.tenants[entry.tenant] = OrderedDict()
-        older = [order for order in islice(waiting, _MOST_AT_ONCE) if order < entry.order] if at_front else []
+        goes_between = at_front and not entry.is_kept
+        older = [order for order in islice(waiting, _MOST_AT_ONCE) if order < entry.order] if goes_between else []
         waiting[entry.order] = entry
         if at_front:
             for order in (entry.order, *reversed(older)):
@@ -99,9 +100,13 @@ class _Line(Generic[T]):
             self.counters.leave(entry.tenant)
 
     def first(self) -> Entry[T]:
-        """The oldest of the tenant that was served least; among equals, of the shortest line."""
-        tenant = min(self.tenants, key=lambda name: (self.counters.rank(name), len(self.tenants[name])))
-        return next(iter(self.tenants[tenant].values()))
+        """What is kept, else the oldest of the tenant that was served least; among equals, of the shortest line."""
+
+        def place(tenant: str) -> tuple[bool, float, int]:
+            waiting = self.tenants[tenant]
+            return (not next(iter(waiting.values())).is_kept, self.counters.rank(tenant), len(waiting))
+
+        return next(iter(self.tenants[min(self.tenants, key=place)].values()))
 
 
 class FairQueue(Generic[T]):

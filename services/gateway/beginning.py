@@ -25,7 +25,8 @@ from services.gateway.errors import ModelUnavailable, ObjectiveUnmet
 from services.gateway.generation import Generation
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.output import Event
-from services.gateway.placed_stream import PlacedStream, Placement
+from services.gateway.placed_stream import PlacedStream
+from services.gateway.placement import Placement
 from services.gateway.placement_job import PlacementJob
 from services.gateway.quotas import Charge, Quotas
 from services.gateway.request import GenerationRequest, Plan, PromptPlan, Sampling
@@ -160,7 +161,9 @@ class Beginner:
             model=plan.model,
             model_digest=plan.model_digest,
             prompt=prompt,
+            block_key=self.block_key,
             block_root=plan.block_root,
+            block_tokens=plan.block_tokens,
             owner_digest=owner_digest(self.block_key, tenant=session.tenant.name, cleared=session.tenant.cleared),
             sampling=sampling,
             num_choices=plan.num_choices,

@@ -24,7 +24,7 @@ from services.gateway.catalog import ModelCatalog
 from services.gateway.errors import GatewayError, InvalidRequest, shape_of
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placed_stream import Placement
+from services.gateway.placement import Placement
 from services.gateway.planning import Tenant
 from services.gateway.session import OK, Session
 from services.gateway.tenant_generations import TenantGenerations

@@ -159,6 +159,18 @@ class FairLine:
         else:
             self._return(ticket, lane)
 
+    def set_aside(self, ticket: Ticket) -> None:
+        """There is no worker for the request, whatever its room: it waits outside the line, in nobody's way."""
+        lane = self._lanes[ticket.wanted.model]
+        lane.num_asking -= 1
+        lane.queue.give_up(ticket.entry)
+        ticket.state = TicketState.ASIDE
+        self._dispatch(lane)
+
+    def bring_back(self, ticket: Ticket) -> None:
+        """One that was set aside waits for a turn again, at the front."""
+        self._return(ticket, self._lanes[ticket.wanted.model])
+
     def leave(self, ticket: Ticket, *, cached_tokens: int = 0, output_tokens: int | None = None) -> None:
         """The request has ended; its tenant is charged what was computed. Idempotent.
 

@@ -41,7 +41,9 @@ class _PromptRun:
             tokens = message.tokens
             choice = self.choices[tokens.choice]
             events = choice.push(tokens.token_ids, tokens.logprobs)
-            self.cut = self.cut or choice.finished
+            if choice.finished:
+                self.stream.end_choice(tokens.choice)
+                self.cut = True
             return events
         if kind == "finish":
             reason = LENGTH if message.finish.reason == FINISH_REASON_LENGTH else STOP

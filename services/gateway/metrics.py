@@ -25,7 +25,15 @@ class GatewayMetrics:
             "kvmesh_gateway_requests", description="Client requests that ended, refused ones included, by outcome."
         )
         self._retries = meter.create_counter(
-            "kvmesh_gateway_retries", description="Attempts given up before the first token, by reason."
+            "kvmesh_gateway_retries", description="Attempts given up, and asks repeated for want of a worker, by reason."
+        )
+        self._rescues = meter.create_counter(
+            "kvmesh_gateway_rescues", description="Attempts lost after their first token that went on elsewhere, by reason."
+        )
+        self._rescue_pause = meter.create_histogram(
+            "kvmesh_gateway_rescue_pause_seconds",
+            unit="s",
+            description="From the last token of a lost attempt to the first of the next.",
         )
         self._refusals = meter.create_counter(
             "kvmesh_gateway_refusals",
@@ -72,6 +80,14 @@ class GatewayMetrics:
     def count_retry(self, reason: str) -> None:
         """An attempt was given up and another is asked for, or the request fails."""
         self._retries.add(1, {"reason": reason})
+
+    def count_rescue(self, reason: str) -> None:
+        """An attempt was lost after its first token, and goes on elsewhere."""
+        self._rescues.add(1, {"reason": reason})
+
+    def record_rescue_pause(self, seconds: float) -> None:
+        """The pause of a rescue, as its client sees it."""
+        self._rescue_pause.record(seconds)
 
     def count_refusal(self, reason: str, request_class: RequestClass) -> None:
         """The fair line has refused a request."""

@@ -1,131 +1,90 @@
-"""One prompt on its way through the mesh: ask, grant, an attempt at a worker, and again elsewhere if nothing is lost.
+"""One prompt on its way through the mesh: an attempt at a worker, and another elsewhere until it is answered.
 
-`read` gives the worker's messages from Admitted to Completed. Every ask is a turn in the fair line; while every worker
-is full or answers STALE the prompt waits there. A worker that fails before the first token is excluded and another is
-asked for, unseen by the client, as long as the tenant's budget of retries lasts. While a worker says nothing at all the
-router is asked again, which by then knows whether it is suspect; patience doubles. A failure after the first token
-raises WorkerFailed: the place where a broken stream would be resumed.
+`read` gives the worker's messages from Admitted to Completed, each once, whoever produced them. A worker that fails is
+excluded and another is asked for, which begins with what the record holds of the output: the client sees nothing of it
+before the first token, and a pause after it. While a worker says nothing at all before it has admitted the prompt, the
+router is asked again, which by then knows whether it is suspect; patience doubles. All this is bounded by failures in a
+row, the tenant's budget of retries, `rescue_wait_s` and the deadline.
 Every granted attempt is closed by one Done. `close` is idempotent and releases everything.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 import grpc
 import structlog
-from kvmesh.v1.common_pb2 import CachedTokens
-from kvmesh.v1.router_pb2 import (
-    OUTCOME_CANCELLED,
-    OUTCOME_OK,
-    OUTCOME_STALE,
-    OUTCOME_WORKER_FAILED,
-    Ask,
-    Done,
-    Grant,
-    Outcome,
-)
-from kvmesh.v1.worker_pb2 import WorkerGenerateResponse
-from opentelemetry import trace
+from kvmesh.v1.common_pb2 import CachedTokens, Usage
+from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_OK, OUTCOME_STALE, OUTCOME_WORKER_FAILED, Outcome
+from kvmesh.v1.worker_pb2 import Completed, WorkerGenerateResponse
 
-from services.common.rpc import caller_metadata
-from services.gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed, WorkersFull
-from services.gateway.fair_line import FairLine
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed
+from services.gateway.interruption import Interruption
+from services.gateway.output_record import OutputRecord
+from services.gateway.placed_attempt import PlacedAttempt
+from services.gateway.placement import Placement
 from services.gateway.placement_job import PlacementJob
-from services.gateway.pulse import Pulse
-from services.gateway.retry_budget import RetryBudget
-from services.gateway.router_client import RouterClient
-from services.gateway.tickets import Ticket
-from services.gateway.worker_channels import WorkerChannels
-from services.gateway.worker_link import Attempt, AttemptEnded
+from services.gateway.placing import Placing
+from services.gateway.worker_link import AttemptEnded, LinkSilent
 
-_tracer = trace.get_tracer("kvmesh.gateway")
 _log = structlog.get_logger("gateway.placement")
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What all placed streams share."""
-
-    router: RouterClient
-    line: FairLine
-    retries: RetryBudget
-    channels: WorkerChannels
-    pulse: Pulse
-    metrics: GatewayMetrics
-    admit_patience_s: float
-    admit_timeout_s: float
-    stall_timeout_s: float
-    max_attempts: int
 
 
 @dataclass(slots=True, eq=False)
 class PlacedStream:
-    """State of one prompt: at most one attempt is open at a time."""
+    """State of one prompt.
+
+    _ready: messages that are in the record and wait for the reader. _first_attempt: the first that was admitted, 0 for
+    none; the client is told its cached tokens.
+    """
 
     placement: Placement
     job: PlacementJob
     worker_id: str = ""
-    output_tokens: int = 0
-    route_s: float = 0.0
-    asked_at_s: float = 0.0
-    first_token_at_s: float = 0.0
-    last_token_at_s: float = 0.0
-    _attempt: int = 0
-    _failures: int = 0
-    _silences: int = 0
-    _waiting_since_s: float = 0.0
-    _excluded: list[str] = field(default_factory=list)
-    _address: str = ""
-    _open: Attempt | None = None
-    _admitted: bool = False
-    _accepted: bool = False  # some worker has admitted it
+    _output: OutputRecord = field(init=False)
+    _placing: Placing = field(init=False)
+    _open: PlacedAttempt | None = None
+    _ready: deque[WorkerGenerateResponse] = field(default_factory=deque)
+    _first_attempt: int = 0
     _cached_tokens: int = 0
-    _stalled: bool = False
-    _heard_at_s: float = 0.0
+    _last_token_at_s: float = 0.0
+    _interruption: Interruption | None = None
     _closed: bool = False
-    _ticket: Ticket | None = None
+
+    def __post_init__(self) -> None:
+        self._output = OutputRecord(self.job.num_choices, self.job.prompt.max_tokens, self.job.stop_token_ids)
+        self._placing = Placing(self.placement, self.job, self._output)
+
+    @property
+    def route_s(self) -> float:
+        """Seconds spent waiting for placements."""
+        return self._placing.route_s
 
     async def read(self) -> WorkerGenerateResponse:
         """The next Admitted, tokens, finish or Completed. Raises GatewayError; nothing is to be read after either."""
         while True:
-            if self._open is None:
-                await self._place()
+            if self._ready:
+                return self._ready.popleft()
+            attempt = self._open
+            if attempt is None:
+                self._opened(await self._placing.start())
                 continue
             try:
-                message = await self._open.read()
+                message = await attempt.inbox.read()
             except AttemptEnded as end:
-                if self._stalled:
-                    self._on_silence()
-                else:
-                    self._on_status(end.code, end.detail)
+                self._on_end(attempt, end)
                 continue
-            self._heard_at_s = time.monotonic()
-            kind = message.WhichOneof("event")
-            if kind == "tokens":
-                if not self.first_token_at_s:
-                    self.first_token_at_s = self._heard_at_s
-                self.last_token_at_s = self._heard_at_s
-                self.output_tokens += len(message.tokens.token_ids)
-            elif kind == "stale":
-                self._on_stale()
-                continue
-            elif kind == "admitted":
-                self._admitted = self._accepted = True
-                self._cached_tokens = message.admitted.cached_tokens
-            elif kind == "completed":
-                cached = message.completed.usage.cached
-                self._cached_tokens = cached.local + cached.peer + cached.ram + cached.ssd
-                self._end_attempt(OUTCOME_OK, cached)
-                self._leave_line()
-                self._closed = True
-            return message
+            if self._take(attempt, message):
+                return message
+
+    def end_choice(self, choice: int) -> None:
+        """The client has all it wants of a choice (stop strings)."""
+        self._output.end(choice)
 
     def finish(self) -> None:
-        """The client has all it wants (stop strings); the worker's rest is not needed."""
+        """The same of all; the worker's rest is not needed."""
         self._close(OUTCOME_OK)
 
     def close(self) -> None:
@@ -133,126 +92,124 @@ class PlacedStream:
         self._close(OUTCOME_CANCELLED)
 
     def pulse(self, now_s: float) -> None:
-        """Break off an attempt whose deadline has passed or whose worker has been silent for too long."""
-        if self._open is None:
-            return
-        if now_s >= self.job.deadline_at_s:
-            self._open.break_off(AttemptEnded(grpc.StatusCode.DEADLINE_EXCEEDED, ""))
-        patience_s = self.placement.admit_patience_s * 2**self._silences
-        limit_s = self.placement.stall_timeout_s if self._admitted else patience_s
-        if now_s - self._heard_at_s > limit_s and self._open.break_off(AttemptEnded(grpc.StatusCode.CANCELLED, "")):
-            self._stalled = True
+        """Look for silence. now_s: monotonic time."""
+        if self._open is not None:
+            self._open.pulse(now_s, self.placement.admit_patience_s * 2**self._placing.setbacks.silences)
 
-    async def _place(self) -> None:
-        """Take a turn and ask; without a call afterwards when every worker was full."""
-        started_s = time.monotonic()
-        line = self.placement.line
-        if self._ticket is None:
-            self._ticket = line.join(self.job.wanted())
-        ticket = self._ticket
-        await line.turn(ticket)
-        self._attempt += 1
-        self.asked_at_s = time.monotonic()
-        if self.asked_at_s >= self.job.deadline_at_s:
-            raise DeadlineExceeded("the deadline passed before the request was placed")
-        try:
-            grant = await self._granted(ticket)
-        except WorkersFull as full:
-            if self._closed:
-                # Its ticket has been given back.
-                raise asyncio.CancelledError from None
-            line.full(ticket, full.retry_after_s, full.room_in_s)
-            return
-        finally:
-            self.route_s += time.monotonic() - started_s
-        line.granted(ticket, grant.predicted_ttft_s)
-        self._heard_at_s = time.monotonic()
-        self._waiting_since_s = self._waiting_since_s or self._heard_at_s
-        self.worker_id, self._address = grant.worker_id, grant.worker_address
-        link = self.placement.channels.acquire(self._address)
-        self._admitted = self._stalled = False
-        self._open = link.start(
-            self.job.worker_request(self._attempt, grant),
-            deadline_s=max(0.001, self.job.deadline_at_s - self._heard_at_s),
-            metadata=caller_metadata(self.job.request_id),
-        )
-        self.placement.pulse.add(self)
+    def _opened(self, attempt: PlacedAttempt | None) -> None:
+        if attempt is not None:
+            self._open, self.worker_id = attempt, attempt.worker_id
+            self.placement.pulse.add(self)
 
-    async def _granted(self, ticket: Ticket) -> Grant:
-        with _tracer.start_as_current_span("route") as span:
-            grant = await self.placement.router.ask(self._ask(ticket), self.job.deadline_at_s)
-            span.set_attributes({"kvmesh.worker_id": grant.worker_id, "kvmesh.attempt": self._attempt})
-        if self._closed:
-            self._tell_router(OUTCOME_CANCELLED)
-            raise asyncio.CancelledError
-        return grant
-
-    def _rejoin_line(self) -> None:
-        if self._ticket is not None:
-            self.placement.line.again(self._ticket, is_accepted=self._accepted)
-
-    def _leave_line(self) -> None:
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            self.placement.line.leave(
-                ticket,
-                cached_tokens=self._cached_tokens,
-                output_tokens=self.output_tokens if self._accepted else None,
-            )
-
-    def _ask(self, ticket: Ticket) -> Ask:
-        objectives = None if self._accepted else self.job.objectives_left(self.asked_at_s)
-        return self.job.ask(self._attempt, self._excluded, ticket.asks_as, objectives)
-
-    def _on_status(self, code: grpc.StatusCode, details: str) -> None:
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            self._raise(DeadlineExceeded("the deadline passed before the answer was complete"))
-        if code == grpc.StatusCode.INVALID_ARGUMENT:
-            self._raise(InvalidRequest(details))
-        if code == grpc.StatusCode.RESOURCE_EXHAUSTED and not self.first_token_at_s:
+    def _take(self, attempt: PlacedAttempt, message: WorkerGenerateResponse) -> bool:
+        """Note what the worker says; whether the reader is to have it."""
+        attempt.heard_at_s = time.monotonic()
+        kind = message.WhichOneof("event")
+        if kind == "tokens":
+            if not attempt.first_token_at_s:
+                self._on_first_token(attempt)
+            attempt.heard_tokens(len(message.tokens.token_ids))
+            self._last_token_at_s = attempt.heard_at_s
+            return self._output.note(message)
+        if kind == "finish":
+            return self._output.note(message)
+        if kind == "admitted":
+            return self._on_admitted(attempt, message.admitted.cached_tokens)
+        if kind == "completed":
+            self._on_completed(attempt, message.completed.usage)
+            return True
+        if kind == "stale":
             self._on_stale()
-        elif code == grpc.StatusCode.OK:
-            self._fail("the worker ended the stream early")
+        return False
+
+    def _on_admitted(self, attempt: PlacedAttempt, cached_tokens: int) -> bool:
+        attempt.is_admitted = True
+        if self._first_attempt:
+            return False
+        self._first_attempt, self._cached_tokens = attempt.number, cached_tokens
+        self._placing.is_accepted = True
+        return True
+
+    def _on_first_token(self, attempt: PlacedAttempt) -> None:
+        self._placing.setbacks.progressed()
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            metrics, now_s = self.placement.metrics, attempt.heard_at_s
+            interruption.over(metrics, worker_id=self.worker_id, attempt=attempt.number, now_s=now_s)
+
+    def _on_completed(self, attempt: PlacedAttempt, usage: Usage) -> None:
+        """Of the first attempt, where it was lost, only the sum of the cached tokens is known."""
+        actual = CachedTokens()
+        actual.CopyFrom(usage.cached)
+        if attempt.number == self._first_attempt:
+            self._cached_tokens = actual.local + actual.peer + actual.ram + actual.ssd
         else:
-            self._fail(f"the worker failed: {code.name}")
+            usage.cached.CopyFrom(CachedTokens(local=self._cached_tokens))
+        self._end_attempt(OUTCOME_OK, actual)
+        self._close(OUTCOME_OK)
+
+    def _on_end(self, attempt: PlacedAttempt, end: AttemptEnded) -> None:
+        """The attempt is over without Completed. Returns when another may be tried, raises when not."""
+        if attempt.is_stalled or isinstance(end, LinkSilent):
+            self._on_silence(attempt)
+        elif end.code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._raise(DeadlineExceeded("the deadline passed before the answer was complete"))
+        elif end.code == grpc.StatusCode.INVALID_ARGUMENT:
+            self._raise(InvalidRequest(end.detail))
+        elif end.code == grpc.StatusCode.RESOURCE_EXHAUSTED and not attempt.first_token_at_s:
+            self._on_stale()
+        elif end.code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self._raise(WorkerFailed("the answer was read too slowly"))
+        else:
+            self._fail(attempt, "ended_early" if end.code == grpc.StatusCode.OK else end.code.name.lower())
 
     def _on_stale(self) -> None:
         self.placement.metrics.count_retry("stale")
         self._end_attempt(OUTCOME_STALE)
-        self._rejoin_line()
+        self._placing.again()
 
-    def _on_silence(self) -> None:
+    def _on_silence(self, attempt: PlacedAttempt) -> None:
         """A worker that has not admitted the request may only be slow: it is not excluded before the last patience."""
-        waited_s = time.monotonic() - self._waiting_since_s
-        if self._admitted or waited_s > self.placement.admit_timeout_s:
-            self._fail("the worker is silent")
+        waited_s = time.monotonic() - self._placing.setbacks.granted_at_s
+        if attempt.is_admitted or waited_s > self.placement.admit_timeout_s:
+            self._fail(attempt, "silent")
             return
-        self._silences += 1
+        self._placing.setbacks.silences += 1
         self.placement.metrics.count_retry("silent")
-        _log.warning("worker_silent", worker_id=self.worker_id, attempt=self._attempt, waited_s=round(waited_s, 3))
+        _log.warning("worker_silent", worker_id=self.worker_id, attempt=attempt.number, waited_s=round(waited_s, 3))
         self._end_attempt(OUTCOME_CANCELLED)
-        self._retry()
+        self._placing.retry()
 
-    def _fail(self, reason: str) -> None:
-        """Leave a broken attempt; returns when another may be tried, raises when not."""
-        self._failures += 1
+    def _fail(self, attempt: PlacedAttempt, reason: str) -> None:
+        """Leave a broken attempt; raises when no other may be tried."""
+        setbacks, known_tokens = self._placing.setbacks, self._output.num_tokens
+        setbacks.failed(attempt.worker_id)
         self.placement.metrics.count_retry("worker_failed")
-        _log.warning("worker_failed", worker_id=self.worker_id, attempt=self._attempt, reason=reason,
-                     output_tokens=self.output_tokens)  # fmt: skip
-        if self.first_token_at_s:
-            self._raise(WorkerFailed("the worker was lost while it answered"))
-        if self._failures >= self.placement.max_attempts:
-            self._raise(WorkerFailed(f"{self._failures} workers failed to answer"))
+        _log.warning("worker_failed", worker_id=self.worker_id, attempt=attempt.number, reason=reason,
+                     output_tokens=known_tokens)  # fmt: skip
         self._end_attempt(OUTCOME_WORKER_FAILED)
-        self._retry()
-        self._excluded.append(self.worker_id)
-        self._silences, self._waiting_since_s = 0, 0.0
+        self._ready.extend(self._output.loose_ends())
+        if self._output.is_over:
+            self._complete()
+            return
+        if setbacks.failures >= self.placement.max_attempts:
+            raise WorkerFailed(f"{setbacks.failures} workers in a row failed to answer")
+        if known_tokens:
+            self.placement.metrics.count_rescue(reason)
+            self._interruption = self._interruption or Interruption.begin(
+                reason, attempt.worker_id, self._last_token_at_s, known_tokens
+            )
+        self._placing.retry()
 
-    def _retry(self) -> None:
-        if not self.placement.retries.take(self.job.tenant, time.monotonic()):
-            self.placement.metrics.count_retry("over_budget")
-            raise WorkerFailed("the worker failed, and too many requests of this tenant are retried already")
-        self._rejoin_line()
+    def _complete(self) -> None:
+        """The attempt was lost when it had told all but its end."""
+        usage = Usage(
+            prompt_tokens=self.job.prompt.num_tokens,
+            output_tokens=self._output.num_tokens,
+            cached=CachedTokens(local=self._cached_tokens),
+        )
+        self._ready.append(WorkerGenerateResponse(completed=Completed(usage=usage)))
+        self._close(OUTCOME_OK)
 
     def _raise(self, error: GatewayError) -> None:
         self._end_attempt(OUTCOME_WORKER_FAILED if isinstance(error, WorkerFailed) else OUTCOME_CANCELLED)
@@ -262,32 +219,13 @@ class PlacedStream:
         if not self._closed:
             self._closed = True
             self._end_attempt(outcome)
-        self._leave_line()
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            interruption.abandon()
+        self._placing.leave(self._cached_tokens)
 
     def _end_attempt(self, outcome: Outcome.ValueType, cached: CachedTokens | None = None) -> None:
         attempt, self._open = self._open, None
-        if attempt is None:
-            return
-        attempt.cancel()
-        if self._admitted:
-            self.placement.line.wake(self.job.model)
-        self.placement.pulse.discard(self)
-        self.placement.channels.release(self._address, asyncio.get_running_loop().time())
-        self._tell_router(outcome, cached)
-
-    def _tell_router(self, outcome: Outcome.ValueType, cached: CachedTokens | None = None) -> None:
-        self.placement.router.done(
-            Done(
-                request_id=self.job.request_id,
-                attempt=self._attempt,
-                outcome=outcome,
-                ttft_s=max(0.0, self.first_token_at_s - self.asked_at_s),
-                output_tokens=self.output_tokens,
-                cached=cached,
-                tpot_s=self._tpot_s(),
-            )
-        )
-
-    def _tpot_s(self) -> float:
-        further_tokens = self.output_tokens / self.job.num_choices - 1
-        return (self.last_token_at_s - self.first_token_at_s) / further_tokens if further_tokens > 0 else 0.0
+        if attempt is not None:
+            self.placement.pulse.discard(self)
+            attempt.end(outcome, cached)

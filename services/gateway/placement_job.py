@@ -10,7 +10,9 @@ from kvmesh.v1.common_pb2 import Objectives, SamplingParams
 from kvmesh.v1.router_pb2 import Ask, Grant
 from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
+from services.common.blocks import BLOCK_ID_BYTES, BlockId, chain_block_ids, join_ids
 from services.common.fair_queue import RequestClass
+from services.gateway.output_record import OutputRecord
 from services.gateway.request import PromptPlan
 from services.gateway.tickets import Wanted
 
@@ -22,7 +24,7 @@ _LEAST_OBJECTIVE_S = 0.001
 class PlacementJob:
     """What does not change from one attempt to the next.
 
-    deadline_at_s, ttft_at_s: monotonic; the latter when the first token is due, inf for no such objective. tpot_s: 0
+    block_key, block_root, block_tokens: of the ids of blocks, whose chain goes on through the output. deadline_at_s, ttft_at_s: monotonic; the latter when the first token is due, inf for no such objective. tpot_s: 0
     for no objective.
     """
 
@@ -31,7 +33,9 @@ class PlacementJob:
     model: str
     model_digest: bytes
     prompt: PromptPlan
+    block_key: bytes
     block_root: bytes
+    block_tokens: int
     owner_digest: bytes
     sampling: SamplingParams
     num_choices: int
@@ -78,8 +82,22 @@ class PlacementJob:
             objectives=objectives,
         )
 
-    def worker_request(self, attempt: int, grant: Grant) -> WorkerGenerateRequest:
-        """The assignment to the granted worker."""
+    def ask_again(self, attempt: int, excluded: Sequence[str], asks_as: RequestClass, output: OutputRecord) -> Ask:
+        """The same for a prompt that a worker has admitted before and that goes on from `output`, which is not over."""
+        known = output.first_open()
+        ask = self.ask(attempt, excluded, asks_as, None)
+        ask.resumes = True
+        ask.block_ids = self._block_ids_with(known)
+        ask.prompt_tokens = self.prompt.num_tokens + len(known)
+        ask.num_choices = output.num_open
+        # A choice that lacks its finish alone still needs a place for one token.
+        ask.max_output_tokens = max(1, self.prompt.max_tokens - len(known)) * ask.num_choices
+        return ask
+
+    def worker_request(
+        self, attempt: int, grant: Grant, output: OutputRecord, hold_s: float = 0.0
+    ) -> WorkerGenerateRequest:
+        """The assignment to the granted worker, which begins with `output`. hold_s: as in the message."""
         request = WorkerGenerateRequest.FromString(self.prompt.message)
         rest = WorkerGenerateRequest(
             request_id=self.request_id,
@@ -94,6 +112,19 @@ class PlacementJob:
             pull_plan=grant.pull_plan,
             priority=self.request_class.value,  # type: ignore[arg-type]
             expected_local_blocks=grant.local_blocks,
+            known=output.known(),
+            hold_s=hold_s,
         )
         request.MergeFrom(rest)
         return request
+
+    def _block_ids_with(self, output: Sequence[int]) -> bytes:
+        """Ids of the full blocks of the prompt and of what follows it."""
+        if not output:
+            return self.prompt.block_ids
+        ids = self.prompt.block_ids
+        num_blocks = len(ids) // BLOCK_ID_BYTES
+        prompt = WorkerGenerateRequest.FromString(self.prompt.message).prompt_token_ids
+        parent = BlockId(ids[-BLOCK_ID_BYTES:] if num_blocks else self.block_root)
+        rest = [*prompt[num_blocks * self.block_tokens :], *output]
+        return ids + join_ids(chain_block_ids(self.block_key, parent, rest, self.block_tokens))

@@ -71,6 +71,7 @@ def make_plan(
         model=view.name,
         model_digest=view.digest,
         block_root=root,
+        block_tokens=view.block_tokens,
         prompts=[
             _prompt_plan(ids, _block_ids(block_key, root, ids, view), budget, _echo(request, i, ids, text))
             for i, (ids, budget) in enumerate(zip(tokens, budgets, strict=True))

@@ -82,6 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     model_digest: bytes
     block_root: bytes
+    block_tokens: int
     prompts: list[PromptPlan]
     sampling: Sampling
     num_choices: int

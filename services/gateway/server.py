@@ -27,7 +27,7 @@ from services.gateway.core import Core
 from services.gateway.fair_line import FairLine
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placed_stream import Placement
+from services.gateway.placement import Placement
 from services.gateway.pulse import Pulse
 from services.gateway.queue_reporter import QueueReporter
 from services.gateway.quotas import Quotas
@@ -58,8 +58,8 @@ class GatewayServer:
         self.router = RouterClient(
             settings.routers, secret, ask_timeout_s=settings.ask_timeout_s, silence_s=settings.router_silence_s
         )
-        self.channels = WorkerChannels(secret)
         self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4), _PACED_PULSE_S)
+        self.channels = WorkerChannels(secret, self.pulse, silence_s=settings.worker_silence_s)
         self._tasks: list[asyncio.Task[None]] = []
         self.core = self._build_core(settings, secret)
         self._server = MeshServer(settings.listen, secret=None)
@@ -97,6 +97,8 @@ class GatewayServer:
             ("router_failovers", "Times that a Route stream was lost.", lambda: self.router.failovers),
             ("dropped_dones", "Ends of attempts that no router was told.", lambda: self.router.dropped_dones),
             ("text_pool_losses", "Times that the text processes were lost.", lambda: pool.losses),
+            ("silent_links", "Streams to workers that were left for their silence.", lambda: self.channels.silent_links),
+            ("late_events", "Words of attempts that nobody wanted any more, dropped.", lambda: self.channels.late_events),
         ):
             metrics.observe_total(f"kvmesh_gateway_{name}", description, read)
         metrics.observe_gauge(
@@ -129,6 +131,7 @@ class GatewayServer:
             admit_timeout_s=settings.admit_timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
             max_attempts=settings.max_attempts,
+            rescue_wait_s=settings.rescue_wait_s,
         )
 
     @asynccontextmanager

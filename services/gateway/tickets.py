@@ -39,6 +39,7 @@ class TicketState(Enum):
 
     WAITING = auto()
     ASKING = auto()
+    ASIDE = auto()
     GRANTED = auto()
     LEFT = auto()
 

@@ -1,7 +1,8 @@
 """All attempts of this gateway at one worker, over one Serve stream: each has its own inbox and its own end.
 
 The reader never waits for an attempt: one that leaves its inbox full is let go, and no other notices. When the stream
-ends, exactly its attempts end with its status. A link is used once; the next attempt opens another.
+ends, exactly its attempts end with its status. A worker beats while the stream has attempts; when it does not, be it
+dead, stopped, cut off or out of reach from the start, the link ends. A link is used once; the next attempt opens another.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from services.common.security import MeshSecret
 
 # As many as a worker keeps for a reader by default.
 _MAX_UNREAD = 1024
+# What of the time between two looks counts as silence: in a longer pause of this process nobody could be heard.
+_MAX_LOOK_S = 0.2
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _log = structlog.get_logger("gateway.worker_link")
 
@@ -41,6 +44,13 @@ class AttemptEnded(Exception):
         super().__init__(code, detail)
         self.code = code
         self.detail = detail
+
+
+class LinkSilent(AttemptEnded):
+    """The worker of an attempt has not even said that it is alive."""
+
+    def __init__(self) -> None:
+        super().__init__(grpc.StatusCode.UNAVAILABLE, "the worker is silent")
 
 
 class Attempt:
@@ -97,8 +107,17 @@ class Attempt:
 class WorkerLink:
     """Owner of one Serve stream and of the attempts on it."""
 
-    def __init__(self, stub: WorkerStub, secret: MeshSecret) -> None:
-        """Opens the stream. The current context, and so its trace, is that of the stream, not of any attempt."""
+    def __init__(self, stub: WorkerStub, secret: MeshSecret, silence_s: float) -> None:
+        """Opens the stream. The current context, and so its trace, is that of the stream, not of any attempt.
+
+        silence_s: of the worker, before the link ends.
+        """
+        self._silence_s = silence_s
+        self._quiet_s = 0.0
+        self._looked_at_s = 0.0
+        # Events of attempts that nobody wanted any more.
+        self.late_events = 0
+        self.is_silent = False
         self._attempts: dict[int, Attempt] = {}
         self._keys = itertools.count(1)
         # Not sent yet; bounded by the requests in flight, each of which has one attempt at a time.
@@ -136,22 +155,33 @@ class WorkerLink:
 
     def close(self) -> None:
         """End the stream, and with it every attempt. Idempotent."""
-        self._end(grpc.StatusCode.CANCELLED, "the gateway has closed the stream")
+        self._end(AttemptEnded(grpc.StatusCode.CANCELLED, "the gateway has closed the stream"))
+
+    def pulse(self, now_s: float) -> None:
+        """Look for silence. now_s: monotonic time."""
+        elapsed_s, self._looked_at_s = now_s - self._looked_at_s, now_s
+        self._quiet_s = self._quiet_s + min(elapsed_s, _MAX_LOOK_S) if self._attempts else 0.0
+        if self._quiet_s > self._silence_s and self.is_open:
+            _log.warning("link_silent", attempts=len(self._attempts))
+            self.is_silent = True
+            self._end(LinkSilent())
 
     async def _receive(self) -> None:
         try:
             while isinstance(batch := await self._call.read(), ServeBatch):
                 self._dispatch(batch)
-            self._end(grpc.StatusCode.UNAVAILABLE, "the worker has closed the stream")
+            self._end(AttemptEnded(grpc.StatusCode.UNAVAILABLE, "the worker has closed the stream"))
         except grpc.aio.AioRpcError as error:
-            self._end(error.code(), error.details() or "")
+            self._end(AttemptEnded(error.code(), error.details() or ""))
         finally:
-            self._end(grpc.StatusCode.INTERNAL, "the stream could not be read")
+            self._end(AttemptEnded(grpc.StatusCode.INTERNAL, "the stream could not be read"))
 
     def _dispatch(self, batch: ServeBatch) -> None:
+        self._quiet_s = 0.0
         for part in batch.attempts:
             attempt = self._attempts.get(part.key)
             if attempt is None:
+                self.late_events += len(part.events)
                 continue
             if part.HasField("end"):
                 del self._attempts[part.key]
@@ -176,7 +206,7 @@ class WorkerLink:
             return self._cancels.pop()
         return self._starts.pop(next(iter(self._starts))) if self._starts else None
 
-    def _end(self, code: grpc.StatusCode, detail: str) -> None:
+    def _end(self, end: AttemptEnded) -> None:
         if not self.is_open:
             return
         self.is_open = False
@@ -185,4 +215,4 @@ class WorkerLink:
             task.cancel()
         attempts, self._attempts = list(self._attempts.values()), {}
         for attempt in attempts:
-            attempt.put((), AttemptEnded(code, detail))
+            attempt.put((), end)

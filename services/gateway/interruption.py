@@ -1,0 +1,44 @@
+"""The pause that a client sees while its output goes on elsewhere: from the last token before to the first after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import structlog
+from opentelemetry import trace
+from opentelemetry.trace import Span
+
+from services.gateway.metrics import GatewayMetrics
+
+_tracer = trace.get_tracer("kvmesh.gateway")
+_log = structlog.get_logger("gateway.rescue")
+
+
+@dataclass(slots=True)
+class Interruption:
+    """last_token_at_s: monotonic. known_tokens: what the next attempt begins with."""
+
+    last_token_at_s: float
+    known_tokens: int
+    span: Span
+
+    @classmethod
+    def begin(cls, reason: str, worker_id: str, last_token_at_s: float, known_tokens: int) -> Interruption:
+        """The attempt at `worker_id` was lost after its first token."""
+        span = _tracer.start_span("rescue", attributes={"kvmesh.reason": reason, "kvmesh.lost_worker_id": worker_id})
+        span.set_attribute("kvmesh.known_tokens", known_tokens)
+        return cls(last_token_at_s, known_tokens, span)
+
+    def over(self, metrics: GatewayMetrics, *, worker_id: str, attempt: int, now_s: float) -> None:
+        """The first token of another worker has come."""
+        pause_s = now_s - self.last_token_at_s
+        metrics.record_rescue_pause(pause_s)
+        self.span.set_attributes({"kvmesh.worker_id": worker_id, "kvmesh.attempt": attempt})
+        self.span.end()
+        _log.info(
+            "rescued", worker_id=worker_id, attempt=attempt, known_tokens=self.known_tokens, pause_s=round(pause_s, 4)
+        )
+
+    def abandon(self) -> None:
+        """The request has ended first."""
+        self.span.end()

@@ -1,0 +1,96 @@
+"""What is known of one prompt's output: the token ids of each choice so far, and which choices have ended. Pure.
+
+Another attempt is begun with it. What is in the record has been given to the client or certainly will be, so it only
+grows, by at most max_tokens for a choice.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvmesh.v1.worker_pb2 import KnownOutput, WorkerChoiceFinish, WorkerGenerateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far a record had come: tokens of each choice, and whether it had ended."""
+
+    lengths: tuple[int, ...]
+    ended: tuple[bool, ...]
+
+
+class OutputRecord:
+    """Owner of the token ids. Choices are numbered as the worker numbers them."""
+
+    __slots__ = ("_ended", "_max_tokens", "_stop_token_ids", "_tokens", "num_tokens")
+
+    def __init__(self, num_choices: int, max_tokens: int, stop_token_ids: Sequence[int]) -> None:
+        self._tokens = [array("I") for _ in range(num_choices)]
+        self._ended = [False] * num_choices
+        self._max_tokens = max_tokens
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self.num_tokens = 0
+
+    def note(self, message: WorkerGenerateResponse) -> bool:
+        """Take in tokens or a finish; False for what comes of a choice that has ended already, and is to be dropped."""
+        if message.HasField("finish"):
+            choice = message.finish.choice
+            is_news = not self._ended[choice]
+            self._ended[choice] = True
+            return is_news
+        choice, token_ids = message.tokens.choice, message.tokens.token_ids
+        if self._ended[choice]:
+            return False
+        self._tokens[choice].extend(token_ids)
+        self.num_tokens += len(token_ids)
+        return True
+
+    def end(self, choice: int) -> None:
+        """Nothing more is wanted of a choice. Idempotent."""
+        self._ended[choice] = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended."""
+        return all(self._ended)
+
+    @property
+    def num_open(self) -> int:
+        """Choices that have not ended."""
+        return self._ended.count(False)
+
+    def first_open(self) -> Sequence[int]:
+        """Tokens of the first choice that has not ended."""
+        return self._tokens[self._ended.index(False)]
+
+    def mark(self) -> Mark:
+        """How far it has come."""
+        return Mark(tuple(map(len, self._tokens)), tuple(self._ended))
+
+    def known(self, since: Mark | None = None) -> list[KnownOutput]:
+        """The record as an attempt is told it, or what is new in it since `since`; choices without any are left out."""
+        before = since or Mark((0,) * len(self._tokens), (False,) * len(self._tokens))
+        return [
+            KnownOutput(choice=choice, token_ids=tokens[before.lengths[choice] :], finished=ended)
+            for choice, (tokens, ended) in enumerate(zip(self._tokens, self._ended, strict=True))
+            if len(tokens) > before.lengths[choice] or ended != before.ended[choice]
+        ]
+
+    def loose_ends(self) -> list[WorkerGenerateResponse]:
+        """End the choices that have had their last token, and give the finishes that a lost attempt did not tell."""
+        finishes: list[WorkerGenerateResponse] = []
+        for choice, tokens in enumerate(self._tokens):
+            if self._ended[choice] or not tokens:
+                continue
+            if tokens[-1] in self._stop_token_ids:
+                reason = FINISH_REASON_STOP
+            elif len(tokens) >= self._max_tokens:
+                reason = FINISH_REASON_LENGTH
+            else:
+                continue
+            self._ended[choice] = True
+            finishes.append(WorkerGenerateResponse(finish=WorkerChoiceFinish(choice=choice, reason=reason)))
+        return finishes

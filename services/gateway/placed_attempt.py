@@ -1,0 +1,93 @@
+"""One granted attempt at one worker, from its start to the one Done that closes it at the router."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import grpc
+from kvmesh.v1.common_pb2 import CachedTokens
+from kvmesh.v1.router_pb2 import Done, Grant, Outcome
+
+from services.common.rpc import caller_metadata
+from services.gateway.output_record import OutputRecord
+from services.gateway.placement import Placement
+from services.gateway.placement_job import PlacementJob
+from services.gateway.worker_link import Attempt, AttemptEnded
+
+
+@dataclass(slots=True, eq=False)
+class PlacedAttempt:
+    """State of one attempt; `end` is idempotent and releases everything. Times are monotonic, 0 for not yet."""
+
+    placement: Placement
+    job: PlacementJob
+    number: int
+    grant: Grant
+    asked_at_s: float
+    inbox: Attempt
+    heard_at_s: float
+    is_admitted: bool = False
+    is_stalled: bool = False
+    first_token_at_s: float = 0.0
+    last_token_at_s: float = 0.0
+    output_tokens: int = 0
+    _is_ended: bool = False
+
+    @classmethod
+    def start(
+        cls, placement: Placement, job: PlacementJob, number: int, grant: Grant, asked_at_s: float, output: OutputRecord
+    ) -> PlacedAttempt:
+        """Begin it at the granted worker, with the output that is known."""
+        now_s = time.monotonic()
+        inbox = placement.channels.acquire(grant.worker_address).start(
+            job.worker_request(number, grant, output),
+            deadline_s=max(0.001, job.deadline_at_s - now_s),
+            metadata=caller_metadata(job.request_id),
+        )
+        return cls(placement, job, number, grant, asked_at_s, inbox, now_s)
+
+    @property
+    def worker_id(self) -> str:
+        """Who runs it."""
+        return self.grant.worker_id
+
+    def heard_tokens(self, count: int) -> None:
+        """Tokens have come with what was heard last."""
+        self.first_token_at_s = self.first_token_at_s or self.heard_at_s
+        self.last_token_at_s = self.heard_at_s
+        self.output_tokens += count
+
+    def pulse(self, now_s: float, admit_patience_s: float) -> None:
+        """Break it off when its deadline has passed or its worker has been silent for too long."""
+        if now_s >= self.job.deadline_at_s:
+            self.inbox.break_off(AttemptEnded(grpc.StatusCode.DEADLINE_EXCEEDED, ""))
+        limit_s = self.placement.stall_timeout_s if self.is_admitted else admit_patience_s
+        if now_s - self.heard_at_s > limit_s and self.inbox.break_off(AttemptEnded(grpc.StatusCode.CANCELLED, "")):
+            self.is_stalled = True
+
+    def end(self, outcome: Outcome.ValueType, cached: CachedTokens | None = None) -> None:
+        """Cancel what is left of it, at the worker, and tell the router. cached: as the worker has reported it."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        self.inbox.cancel()
+        if self.is_admitted:
+            self.placement.line.wake(self.job.model)
+        self.placement.channels.release(self.grant.worker_address, asyncio.get_running_loop().time())
+        self.placement.router.done(
+            Done(
+                request_id=self.job.request_id,
+                attempt=self.number,
+                outcome=outcome,
+                ttft_s=max(0.0, self.first_token_at_s - self.asked_at_s),
+                output_tokens=self.output_tokens,
+                cached=cached,
+                tpot_s=self._tpot_s(),
+            )
+        )
+
+    def _tpot_s(self) -> float:
+        further_tokens = self.output_tokens / self.job.num_choices - 1
+        return (self.last_token_at_s - self.first_token_at_s) / further_tokens if further_tokens > 0 else 0.0
