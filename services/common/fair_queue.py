@@ -51,8 +51,8 @@ class StarvationBound:
 class Entry(Generic[T]):
     """A request in the queue. cost: estimated, in the prices of VirtualCounters.
 
-    order: of arrival. is_kept: it goes first in its class, and makes no room for others. is_promoted: its turn came by the starvation bound.
-    held, charged: of its tenant, for an open turn and for one that was taken.
+    order: of arrival. is_kept: it goes first in its class, and makes no room for others. is_promoted: its turn came by
+    the starvation bound. held, charged: of its tenant, for an open turn and for one that was taken.
     """
 
     item: T

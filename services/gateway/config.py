@@ -48,10 +48,14 @@ class GatewaySettings(ServiceSettings):
     )
     admit_timeout_s: float = Field(10.0, gt=0, description="Silence of granted workers before one counts as failed.")
     stall_timeout_s: float = Field(60.0, gt=0, description="Longest silence of a worker within a request.")
-    max_attempts: int = Field(3, ge=1, le=10, description="Workers that fail in a row, without a token, before a request.")
+    max_attempts: int = Field(
+        3, ge=1, le=10, description="Workers that fail in a row, without a token, before a request."
+    )
     rescue_wait_s: float = Field(30.0, gt=0, description="Longest wait of accepted work while its model has no worker.")
     worker_silence_s: float = Field(
-        1.0, gt=0.25, description="Silence of a worker's stream, which beats every 250 ms, before its attempts go on elsewhere."
+        1.0,
+        gt=0.25,
+        description="Silence of a worker, which beats every 250 ms, before its work goes on elsewhere.",
     )
 
     @field_validator("routers", "models", mode="before")

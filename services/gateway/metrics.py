@@ -25,10 +25,12 @@ class GatewayMetrics:
             "kvmesh_gateway_requests", description="Client requests that ended, refused ones included, by outcome."
         )
         self._retries = meter.create_counter(
-            "kvmesh_gateway_retries", description="Attempts given up, and asks repeated for want of a worker, by reason."
+            "kvmesh_gateway_retries",
+            description="Attempts given up, and asks repeated as no worker was there, by reason.",
         )
         self._rescues = meter.create_counter(
-            "kvmesh_gateway_rescues", description="Attempts lost after their first token that went on elsewhere, by reason."
+            "kvmesh_gateway_rescues",
+            description="Attempts lost after their first token that go on elsewhere, by reason.",
         )
         self._rescue_pause = meter.create_histogram(
             "kvmesh_gateway_rescue_pause_seconds",

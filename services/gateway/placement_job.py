@@ -24,8 +24,8 @@ _LEAST_OBJECTIVE_S = 0.001
 class PlacementJob:
     """What does not change from one attempt to the next.
 
-    block_key, block_root, block_tokens: of the ids of blocks, whose chain goes on through the output. deadline_at_s, ttft_at_s: monotonic; the latter when the first token is due, inf for no such objective. tpot_s: 0
-    for no objective.
+    block_key, block_root, block_tokens: of the ids of blocks, whose chain goes on through the output. deadline_at_s,
+    ttft_at_s: monotonic; the latter when the first token is due, inf for no such objective. tpot_s: 0 for no objective.
     """
 
     request_id: str

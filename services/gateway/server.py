@@ -97,8 +97,16 @@ class GatewayServer:
             ("router_failovers", "Times that a Route stream was lost.", lambda: self.router.failovers),
             ("dropped_dones", "Ends of attempts that no router was told.", lambda: self.router.dropped_dones),
             ("text_pool_losses", "Times that the text processes were lost.", lambda: pool.losses),
-            ("silent_links", "Streams to workers that were left for their silence.", lambda: self.channels.silent_links),
-            ("late_events", "Words of attempts that nobody wanted any more, dropped.", lambda: self.channels.late_events),
+            (
+                "silent_links",
+                "Streams to workers left for their silence.",
+                lambda: self.channels.silent_links,
+            ),
+            (
+                "late_events",
+                "What workers said of attempts that were over.",
+                lambda: self.channels.late_events,
+            ),
         ):
             metrics.observe_total(f"kvmesh_gateway_{name}", description, read)
         metrics.observe_gauge(

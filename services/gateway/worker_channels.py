@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import grpc.aio
@@ -67,9 +68,8 @@ class WorkerChannels:
 
     def pulse(self, now_s: float) -> None:
         """Have every link look for silence. now_s: monotonic time."""
-        for entry in self._entries.values():
-            if entry.link is not None:
-                entry.link.pulse(now_s)
+        for link in self._links():
+            link.pulse(now_s)
 
     def users(self) -> int:
         """Attempts that hold a channel; 0 when idle."""
@@ -78,12 +78,12 @@ class WorkerChannels:
     @property
     def late_events(self) -> int:
         """What workers have said of attempts that nobody wanted any more, and was dropped."""
-        return self._late_events + sum(entry.link.late_events for entry in self._entries.values() if entry.link)
+        return self._late_events + sum(link.late_events for link in self._links())
 
     @property
     def silent_links(self) -> int:
         """Links that were left for their silence."""
-        return self._silent_links + sum(entry.link.is_silent for entry in self._entries.values() if entry.link)
+        return self._silent_links + sum(link.is_silent for link in self._links())
 
     async def sweep(self) -> None:
         """Close channels that nobody has used for some minutes, until cancelled."""
@@ -94,6 +94,9 @@ class WorkerChannels:
             for address in idle:
                 self._forget(self._entries[address].link)
                 await _close(self._entries.pop(address))
+
+    def _links(self) -> Iterator[WorkerLink]:
+        return (entry.link for entry in self._entries.values() if entry.link is not None)
 
     def _forget(self, link: WorkerLink | None) -> None:
         if link is not None:

@@ -2,13 +2,15 @@
 
 The reader never waits for an attempt: one that leaves its inbox full is let go, and no other notices. When the stream
 ends, exactly its attempts end with its status. A worker beats while the stream has attempts; when it does not, be it
-dead, stopped, cut off or out of reach from the start, the link ends. A link is used once; the next attempt opens another.
+dead, stopped, cut off or out of reach from the start, the link ends. A link is used once; the next attempt opens
+another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -142,6 +144,8 @@ class WorkerLink:
             # Sent, it would end the stream, and with it all attempts.
             attempt.put((), AttemptEnded(grpc.StatusCode.INVALID_ARGUMENT, "the request is too large"))
             return attempt
+        if not self._attempts:
+            self._quiet_s, self._looked_at_s = 0.0, time.monotonic()
         self._attempts[key] = attempt
         self._starts[key] = message
         self._wake.set()
@@ -160,8 +164,8 @@ class WorkerLink:
     def pulse(self, now_s: float) -> None:
         """Look for silence. now_s: monotonic time."""
         elapsed_s, self._looked_at_s = now_s - self._looked_at_s, now_s
-        self._quiet_s = self._quiet_s + min(elapsed_s, _MAX_LOOK_S) if self._attempts else 0.0
-        if self._quiet_s > self._silence_s and self.is_open:
+        self._quiet_s += min(elapsed_s, _MAX_LOOK_S)
+        if self._attempts and self._quiet_s > self._silence_s:
             _log.warning("link_silent", attempts=len(self._attempts))
             self.is_silent = True
             self._end(LinkSilent())

@@ -233,6 +233,19 @@ def test_turns_put_back_in_any_order_keep_theirs() -> None:
     assert served(queue, 5) == entries
 
 
+def test_who_is_kept_goes_first_in_its_class() -> None:
+    queue = queue_of()
+    older, kept = push(queue, entry("served"), entry("served"))
+    push(queue, *(entry("idle") for _ in range(3)))
+    queue.remove(kept)
+    kept.is_kept = True
+    queue.take(entry("served", cost=1e6))
+    queue.put_back(kept)
+    urgent = push(queue, entry("idle", INTERACTIVE))[0]
+    assert served(queue, 2) == [urgent, kept]
+    queue.remove(older)
+
+
 def test_who_is_kept_makes_no_room() -> None:
     queue = queue_of()
     kept, other = push(queue, entry("a", BATCH), entry("b", BATCH))

@@ -53,6 +53,7 @@ from services.common.security import MeshSecret
 
 SECRET = MeshSecret("a secret for tests only")
 DIGEST = b"m" * 16
+HEARTBEAT_S = 0.1
 
 
 def served_model(**changes: Any) -> ServedModel:
@@ -75,9 +76,14 @@ def served_model(**changes: Any) -> ServedModel:
 
 @dataclass
 class Script:
-    """What a worker does with one request. `tokens` of every choice come one by one."""
+    """What a worker does with one request.
+
+    `tokens` of every choice come one by one, those that are known aside; `by_choice`: of each its own. fail_after and
+    hang_after count what this attempt has said of each choice.
+    """
 
     tokens: list[int] = field(default_factory=list)
+    by_choice: list[list[int]] = field(default_factory=list)
     finish: int = FINISH_REASON_STOP
     stale: bool = False
     mute: bool = False
@@ -93,6 +99,15 @@ class Scripted(Exception):
     """An attempt fails with this status, as its script says."""
 
 
+async def _next_batch(outbox: asyncio.Queue[AttemptEvents]) -> ServeBatch:
+    """What there is to say, or a sign of life."""
+    try:
+        async with asyncio.timeout(HEARTBEAT_S):
+            return ServeBatch(attempts=[await outbox.get()])
+    except TimeoutError:
+        return ServeBatch()
+
+
 @dataclass
 class FakeWorker(WorkerServicer):
     """Answers by `script(request)`; records requests, and calls that are running."""
@@ -104,6 +119,9 @@ class FakeWorker(WorkerServicer):
     running: int = 0
     cancelled: int = 0
     streams: int = 0
+    # Says nothing any more; heeds no cancels.
+    frozen: bool = False
+    deaf: bool = False
     server: MeshServer = field(default_factory=lambda: MeshServer("127.0.0.1:0", secret=SECRET))
 
     async def start(self) -> str:
@@ -121,13 +139,16 @@ class FakeWorker(WorkerServicer):
             async for message in requests:
                 if message.HasField("start"):
                     tasks[message.start.key] = asyncio.create_task(self._attempt(message.start, outbox))
-                elif message.cancel in tasks:
+                elif message.cancel in tasks and not self.deaf:
                     tasks[message.cancel].cancel()
 
         reading = asyncio.create_task(read())
         try:
             while True:
-                yield ServeBatch(attempts=[await outbox.get()])
+                batch = await _next_batch(outbox)
+                if self.frozen:
+                    await asyncio.Event().wait()
+                yield batch
         finally:
             for task in (reading, *tasks.values()):
                 task.cancel()
@@ -158,22 +179,26 @@ class FakeWorker(WorkerServicer):
             yield WorkerGenerateResponse(stale=Stale(load=WorkerLoad(waiting_requests=9)))
             return
         yield WorkerGenerateResponse(admitted=Admitted(worker_id=self.worker_id, cached_tokens=script.cached))
-        tokens = script.tokens[: request.max_tokens]
-        for start in range(0, len(tokens) + 1, script.chunk):
+        whole = script.by_choice or [script.tokens] * request.num_choices
+        tokens = [one[: request.max_tokens] for one in whole]
+        known = {one.choice: len(one.token_ids) for one in request.known}
+        ended = {one.choice for one in request.known if one.finished}
+        left = {choice: one[known.get(choice, 0) :] for choice, one in enumerate(tokens) if choice not in ended}
+        for start in range(0, max(map(len, left.values()), default=0) + 1, script.chunk):
             if script.fail_after is not None and start >= script.fail_after:
                 raise Scripted(grpc.StatusCode.INTERNAL)
             if script.hang_after is not None and start >= script.hang_after:
                 await asyncio.Event().wait()
-            part = tokens[start : start + script.chunk]
-            for choice in range(request.num_choices) if part else ():
-                yield WorkerGenerateResponse(tokens=self._chunk(choice, part, request))
+            for choice, rest in left.items():
+                if part := rest[start : start + script.chunk]:
+                    yield WorkerGenerateResponse(tokens=self._chunk(choice, part, request))
             await asyncio.sleep(script.pause_s)
-        for choice in range(request.num_choices):
-            reason = FINISH_REASON_LENGTH if len(tokens) < len(script.tokens) else script.finish
+        for choice in left:
+            reason = FINISH_REASON_LENGTH if len(tokens[choice]) < len(whole[choice]) else script.finish
             yield WorkerGenerateResponse(finish=WorkerChoiceFinish(choice=choice, reason=reason))  # type: ignore[arg-type]
         usage = Usage(
             prompt_tokens=len(request.prompt_token_ids),
-            output_tokens=len(tokens) * request.num_choices,
+            output_tokens=sum(map(len, left.values())) + sum(known.values()),
             cached=CachedTokens(local=script.cached),
         )
         yield WorkerGenerateResponse(completed=Completed(usage=usage))

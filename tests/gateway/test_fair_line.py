@@ -187,6 +187,25 @@ async def test_what_a_worker_had_accepted_is_neither_shed_nor_bound_to_its_objec
     assert accepted.refusal is None
 
 
+async def test_who_is_set_aside_is_in_nobodys_way_and_comes_back_first() -> None:
+    lines = Lines()
+    rescued = lines.join("b", STANDARD)
+    lines.line.granted(rescued)
+    lines.line.again(rescued, is_accepted=True)
+    assert rescued.state is TicketState.ASKING
+    lines.line.set_aside(rescued)
+    assert (lines.line.num_waiting, lines.line.num_asking) == (0, 0)
+    others = [lines.join("a", STANDARD) for _ in range(MAX_ASKS + 3)]
+    assert others[MAX_ASKS].state is TicketState.WAITING
+    lines.line.bring_back(rescued)
+    lines.line.granted(others[0])
+    assert rescued.state is TicketState.ASKING
+    lines.line.set_aside(rescued)
+    for ticket in (rescued, *others):
+        lines.line.leave(ticket)
+    lines.assert_idle()
+
+
 async def test_the_forecast_is_the_queue_over_the_rate_of_grants_while_somebody_waits() -> None:
     lines = Lines(max_tenant_waiting=30)
     waiting = [lines.block(), *(lines.join("a", INTERACTIVE) for _ in range(30))]
@@ -223,7 +242,7 @@ async def test_tenants_are_charged_what_was_computed() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.sampled_from(RequestClass)), max_size=60))
+@given(steps=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30), st.sampled_from(RequestClass)), max_size=60))
 def test_whatever_happens_every_place_is_given_back(steps: list[tuple[int, int, RequestClass]]) -> None:
     """And when nobody is refused any more, everybody who waits gets to ask."""
 
@@ -243,6 +262,10 @@ def test_whatever_happens_every_place_is_given_back(steps: list[tuple[int, int, 
                 lines.line.full(ticket, None)
             elif action == 4 and ticket.state is TicketState.GRANTED:
                 lines.line.again(ticket, is_accepted=bool(pick % 2))
+            elif action == 6 and ticket.state is TicketState.ASKING:
+                lines.line.set_aside(ticket)
+            elif action == 7 and ticket.state is TicketState.ASIDE:
+                lines.line.bring_back(ticket)
             elif action == 5:
                 lines.line.leave(ticket, output_tokens=3)
                 tickets.remove(ticket)

@@ -10,8 +10,9 @@ import pytest
 from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
 from services.common.rpc import MAX_MESSAGE_BYTES
+from services.gateway.pulse import Pulse
 from services.gateway.worker_channels import WorkerChannels
-from services.gateway.worker_link import Attempt, AttemptEnded, WorkerLink
+from services.gateway.worker_link import Attempt, AttemptEnded, LinkSilent, WorkerLink
 from tests.gateway.fakes import SECRET, FakeWorker, Script
 from tests.support.waiting import eventually
 
@@ -19,6 +20,7 @@ SCRIPTS = {
     "short": Script(list(range(5))),
     "hang": Script(list(range(5)), hang_after=2),
     "long": Script(list(range(4000))),
+    "drip": Script(list(range(50)), pause_s=0.01),
     "fail": Script(list(range(5)), fail_after=3),
 }
 
@@ -33,9 +35,12 @@ async def workers() -> AsyncIterator[list[FakeWorker]]:
 
 @pytest.fixture
 async def channels() -> AsyncIterator[WorkerChannels]:
-    channels = WorkerChannels(SECRET)
+    pulse = Pulse(0.05, 0.02)
+    beating = asyncio.create_task(pulse.run())
+    channels = WorkerChannels(SECRET, pulse, silence_s=1.0)
     yield channels
     await channels.close()
+    beating.cancel()
 
 
 def start(link: WorkerLink, name: str) -> Attempt:
@@ -127,3 +132,44 @@ async def test_nobody_at_the_address(channels: WorkerChannels) -> None:
     _, end = await read_all(start(link, "short"))
     assert end.code is grpc.StatusCode.UNAVAILABLE
     assert not link.is_open
+
+
+async def test_a_worker_that_stops_beating_is_left(workers: list[FakeWorker], channels: WorkerChannels) -> None:
+    link = channels.acquire(await workers[0].start())
+    attempts = [start(link, "hang") for _ in range(3)]
+    await eventually(lambda: workers[0].running == 3)
+    workers[0].frozen = True
+    ends = [(await read_all(attempt))[1] for attempt in attempts]
+    assert {type(end) for end in ends} == {LinkSilent}
+    assert (link.is_open, channels.silent_links) == (False, 1)
+
+
+async def test_a_worker_with_nothing_to_say_beats(workers: list[FakeWorker], channels: WorkerChannels) -> None:
+    link = channels.acquire(await workers[0].start())
+    hanging = start(link, "hang")
+    quietest_s = 0.0
+
+    async def watch() -> None:
+        nonlocal quietest_s
+        while True:
+            quietest_s = max(quietest_s, link._quiet_s)
+            await asyncio.sleep(0.01)
+
+    watching = asyncio.create_task(watch())
+    for _ in range(8):
+        assert (await read_all(start(link, "short")))[1].code is grpc.StatusCode.OK
+    await eventually(lambda: quietest_s > 0.0)
+    await eventually(lambda: link._quiet_s < quietest_s)
+    watching.cancel()
+    assert link.is_open
+    hanging.cancel()
+
+
+async def test_late_words_are_dropped_and_counted(workers: list[FakeWorker], channels: WorkerChannels) -> None:
+    link = channels.acquire(await workers[0].start())
+    workers[0].deaf = True
+    attempt = start(link, "drip")
+    assert (await attempt.read()).HasField("admitted")
+    attempt.cancel()
+    await eventually(lambda: channels.late_events > 0)
+    assert (await read_all(start(link, "short")))[1].code is grpc.StatusCode.OK
