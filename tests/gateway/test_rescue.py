@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from google.api.httpbody_pb2 import HttpBody
 from kvmesh.v1.router_pb2 import OUTCOME_OK, OUTCOME_WORKER_FAILED, REFUSAL_REASON_NO_WORKER, Refusal
 
 from services.common.blocks import BlockId, chain_block_ids, join_ids
@@ -39,6 +40,12 @@ async def reply(mesh: Mesh, path: str, fields: dict[str, Any]) -> dict[str, Any]
     call = mesh.chat(**fields) if path == "chat" else mesh.complete(**fields)
     value = await call
     return {"choices": value["choices"], "usage": value["usage"]}
+
+
+def text_of(raw: str) -> str:
+    """All text of an event stream without errors."""
+    events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
+    return "".join(choice["text"] for event in events for choice in event["choices"])
 
 
 @pytest.mark.parametrize(
@@ -180,12 +187,16 @@ async def test_the_wait_for_a_worker_has_an_end(brief: Mesh) -> None:
 async def test_streams_of_a_frozen_worker_go_on(brief: Mesh) -> None:
     """It keeps its connection, and what it says later reaches nobody."""
     brief.plan[:] = [plain(brief, hang_after=3)] * 4 + [plain(brief)]
-    calls = [asyncio.create_task(brief.complete()) for _ in range(4)]
-    await eventually(lambda: brief.workers[0].running == 4)
-    await eventually(lambda: brief.gateway.core.placement.line.num_asking == 0)
+    calls = [brief.openai.Completions(HttpBody(data=json.dumps(STREAM).encode())) for _ in range(4)]
+    raw = [""] * len(calls)
+    for number, call in enumerate(calls):
+        while '"text":"' not in raw[number]:
+            raw[number] += (await call.read()).data.decode()
     brief.workers[0].frozen = True
-    answers = await asyncio.gather(*calls)
-    assert {answer["choices"][0]["text"] for answer in answers} == {ANSWER}
+    for number, call in enumerate(calls):
+        while "[DONE]" not in raw[number]:
+            raw[number] += (await call.read()).data.decode()
+    assert {text_of(one) for one in raw} == {ANSWER}
     assert brief.gateway.channels.silent_links == 1
     brief.workers[0].frozen = False
     await brief.wait_idle()
