@@ -185,7 +185,7 @@ class Scheduler:
 
     def _prefills(self, now: float) -> Iterator[Sequence]:
         """Running prefills, then waiting sequences as they start, while there is room."""
-        yield from [s for s in self._running if s.has_slots and not s.is_decoding]
+        yield from [s for s in self._running if not s.is_decoding and s.has_slots]
         while (sequence := self._next_waiting()) is not None:
             if len(self._running) >= self._limits.max_running or not self._start(sequence, now):
                 # Nobody overtakes a sequence that lacks blocks, or it might wait for ever.

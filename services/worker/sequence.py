@@ -186,7 +186,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether its next step is one token and a draw."""
-        return self.num_missing == self.num_due == 1
+        return self.num_tokens - self.num_computed == 1 and self.request.held_until_s is None
 
     @property
     def has_slots(self) -> bool:

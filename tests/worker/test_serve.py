@@ -194,6 +194,10 @@ async def test_a_drained_worker_ends_the_stream_after_its_attempts(worker: Worke
     await stream.start(1, prompt(20), 40)
     await stream.start(2, prompt(20), 3000)
     await stream.read_until(lambda: len(stream.events) == 2)
+    await worker.stub.Drain(worker_pb2.DrainRequest(), metadata=worker.metadata(), timeout=10)
+    await stream.start(3, prompt(20), 5)
+    await stream.read_until(lambda: 3 in stream.ends)
+    assert stream.ends[3].code == grpc.StatusCode.UNAVAILABLE.value[0]
     worker.process.send_signal(signal.SIGTERM)
     await stream.read_until(lambda: 1 in stream.ends)
     assert (stream.ends[1].code, len(stream.tokens(1))) == (0, 40)

@@ -20,7 +20,7 @@ from services.worker.core import EngineCore
 from services.worker.draws import DrawRow, Draws
 from services.worker.engine.batch import StepBuilder
 from services.worker.ipc import Link, wait_links
-from services.worker.messages import Abort, EngineLoad, Message, Submit
+from services.worker.messages import Abort, EngineLoad, Message, Resume, Submit
 from services.worker.model.step import StepInput
 from services.worker.scheduler import Chunk
 
@@ -112,7 +112,7 @@ class EngineLoop:
             self._core.handle(message, self._clock())
         except Exception:
             _log.exception("a message could not be handled", type=type(message).__name__)
-            if isinstance(message, Submit | Abort):
+            if isinstance(message, Submit | Resume | Abort):
                 self._core.fail_request(message.key, "INTERNAL", "the engine could not take the request in")
 
     def _start(self, chunks: list[Chunk]) -> bool:
