@@ -50,9 +50,8 @@ def show_index(console: Console, found: dict[int, dict[str, IndexFigures]]) -> N
     feeds = Table("locations", "index", "entries", "blocks/s in", "announcements/s", "bytes/block")
     for count, by_name in found.items():
         for kinds in zip(*(figures.finds for figures in by_name.values()), strict=True):
-            prompt = "trunk" if kinds[0].trunk else "conversation"
             figures_us = (f"{value:,.0f}" for one in kinds for value in (one.p50_us, one.p99_us))
-            finds.add_row(f"{count:,}", prompt, f"{kinds[0].num_blocks:,}", *figures_us)
+            finds.add_row(f"{count:,}", kinds[0].prompt, f"{kinds[0].num_blocks:,}", *figures_us)
         for name, one in by_name.items():
             rates = (one.entries, one.blocks_per_s, one.announcements_per_s, one.bytes_per_block)
             feeds.add_row(f"{count:,}", name, *(f"{value:,.0f}" for value in rates))

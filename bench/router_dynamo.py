@@ -10,9 +10,10 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from bench.router_workload import SMALL_BATCH, Workload, build, quantiles_us, resident_bytes
+from bench.router_workload import CHANGING, SMALL_BATCH, Workload, build, kinds, quantiles_us, resident_bytes
 
 
 def _number(id_: bytes) -> int:
@@ -59,8 +60,15 @@ def _small_events(tree: Any, workload: Workload, count: int) -> float:
     return len(events) / (time.perf_counter() - began_s)
 
 
+def _grow(tree: Any, growth: Iterator[tuple[int, bytes, bytes]]) -> None:
+    location, parent, id_ = next(growth)
+    # Numbers of events need only rise.
+    tree.apply_event(location, stored_event(time.monotonic_ns(), parent, [id_]))
+    tree.find_matches([1])
+
+
 def measure(num_locations: int, num_blocks: int, samples: int, lengths: list[int], *, cpu_time: bool) -> dict[str, Any]:
-    """Figures of one index; finds are by (trunk, blocks)."""
+    """Figures of one index; finds are by (prompt, blocks)."""
     tree_class = importlib.import_module("dynamo.llm").RadixTree
     workload = build(num_locations, num_blocks)
     before_bytes = resident_bytes()
@@ -68,10 +76,16 @@ def measure(num_locations: int, num_blocks: int, samples: int, lengths: list[int
     entries, seconds = _fill(tree, workload)
     held_bytes = resident_bytes() - before_bytes
     finds = []
-    for trunk, length in [*((False, length) for length in lengths), (True, 512)]:
-        prompts = [[_number(id_) for id_ in prompt] for prompt in workload.prompts(length, samples, trunk=trunk)]
-        quantiles = quantiles_us(lambda prompt: tree.find_matches(prompt).scores, prompts, cpu_time=cpu_time)
-        finds.append((trunk, length, *quantiles))
+    growth = workload.growth(samples)
+    for prompt, length in kinds(lengths):
+        prompts = [[_number(id_) for id_ in ids] for ids in workload.prompts(prompt, length, samples)]
+        quantiles = quantiles_us(
+            lambda ids: tree.find_matches(ids).scores,
+            prompts,
+            cpu_time=cpu_time,
+            before_each=(lambda: _grow(tree, growth)) if prompt == CHANGING else lambda: None,
+        )
+        finds.append((prompt, length, *quantiles))
     return {
         "entries": entries,
         "blocks_per_s": entries / seconds,

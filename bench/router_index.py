@@ -7,12 +7,11 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.router_workload import SMALL_BATCH, Workload, build, quantiles_us, resident_bytes
+from bench.router_workload import CHANGING, SMALL_BATCH, Workload, build, kinds, quantiles_us, resident_bytes
 from services.common.announcements import Header, Kind, Tier, pack_adds, unpack_adds, unpack_xor
 from services.common.blocks import BlockId
 from services.router.index.replica import Applied, Replica
@@ -25,9 +24,9 @@ _PEER_DEADLINE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """One kind of lookup: the trunk's or of conversations, of so many blocks."""
+    """One kind of lookup: of which prompts (see router_workload), of so many blocks."""
 
-    trunk: bool
+    prompt: str
     num_blocks: int
     p50_us: float
     p99_us: float
@@ -71,14 +70,28 @@ def apply(replica: Replica, name: str, messages: list[Message]) -> float:
     return seconds
 
 
-def fill(replica: Replica, workload: Workload) -> tuple[int, float]:
-    """Announce everything; entries and seconds of it."""
+def fill(replica: Replica, workload: Workload) -> tuple[list[Announced], int, float]:
+    """Announce everything; of each location what it has announced, then entries and seconds of all."""
+    everybody = [Announced() for _ in workload.held]
     entries, seconds = 0, 0.0
-    for location in range(len(workload.held)):
-        announced, parts = Announced(), [ids for _, ids in workload.parts(location)]
+    for location, announced in enumerate(everybody):
+        parts = [ids for _, ids in workload.parts(location)]
         seconds += apply(replica, f"worker/w{location}", [announced.message(ids) for ids in parts])
         entries += sum(map(len, parts))
-    return entries, seconds
+    return everybody, entries, seconds
+
+
+class Growth:
+    """Locations that take one more block of the trunk each time."""
+
+    def __init__(self, replica: Replica, workload: Workload, everybody: list[Announced], count: int) -> None:
+        self._replica, self._everybody = replica, everybody
+        self._changes = workload.growth(count)
+
+    def __call__(self) -> None:
+        """The next one."""
+        location, _, id_ = next(self._changes)
+        apply(self._replica, f"worker/w{location}", [self._everybody[location].message([id_])])
 
 
 def _small_announcements(replica: Replica, workload: Workload, count: int) -> float:
@@ -99,14 +112,23 @@ def measure(
     workload = build(num_locations, num_blocks)
     before_bytes = resident_bytes()
     replica = Replica()
-    entries, seconds = fill(replica, workload)
+    everybody, entries, seconds = fill(replica, workload)
     held_bytes = resident_bytes() - before_bytes
     # The router freezes nothing, but has no other objects of this number either.
     gc.freeze()
+    growth = Growth(replica, workload, everybody, samples)
     finds = [
-        Find(trunk, length, *quantiles_us(_lookup(replica), prompts, cpu_time=cpu_time))
-        for trunk, length in _kinds(lengths)
-        for prompts in (_prompts(workload, length, samples, trunk=trunk),)
+        Find(
+            prompt,
+            length,
+            *quantiles_us(
+                lambda ids: replica.find(ids).lengths(replica.blocks.num_slots),
+                _prompts(workload, prompt, length, samples),
+                cpu_time=cpu_time,
+                before_each=growth if prompt == CHANGING else lambda: None,
+            ),
+        )
+        for prompt, length in kinds(lengths)
     ]
     small = _small_announcements(replica, workload, 20_000)
     return IndexFigures(entries, entries / seconds, small, held_bytes / workload.num_blocks, finds)
@@ -129,14 +151,5 @@ def measure_dynamo(
     return IndexFigures(**{**found, "finds": [Find(*one) for one in found["finds"]]})
 
 
-def _kinds(lengths: list[int]) -> Iterator[tuple[bool, int]]:
-    yield from ((False, length) for length in lengths)
-    yield True, 512
-
-
-def _lookup(replica: Replica) -> Any:
-    return lambda ids: replica.find(ids).lengths(replica.blocks.num_slots)
-
-
-def _prompts(workload: Workload, length: int, samples: int, *, trunk: bool) -> list[list[BlockId]]:
-    return [[BlockId(id_) for id_ in prompt] for prompt in workload.prompts(length, samples, trunk=trunk)]
+def _prompts(workload: Workload, prompt: str, length: int, samples: int) -> list[list[BlockId]]:
+    return [[BlockId(id_) for id_ in ids] for ids in workload.prompts(prompt, length, samples)]

@@ -18,7 +18,7 @@ import grpc.aio
 from kvmesh.v1 import router_pb2, router_pb2_grpc
 
 from bench.router_index import fill
-from bench.router_workload import Workload, build
+from bench.router_workload import CONVERSATION, Workload, build
 from services.common.blocks import BLOCK_TOKENS
 from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
@@ -161,7 +161,7 @@ def measure(num_workers: int, num_blocks: int, prompt_blocks: int, asks_per_s: f
 async def _drive(
     address: str, pid: int, workload: Workload, prompt_blocks: int, asks_per_s: float, count: int
 ) -> RouteFigures:
-    joined = [b"".join(ids) for ids in workload.prompts(prompt_blocks, count, trunk=False)]
+    joined = [b"".join(ids) for ids in workload.prompts(CONVERSATION, prompt_blocks, count)]
     channel = open_channel(address)
     stub = router_pb2_grpc.RouterStub(channel)
     call: Call = stub.Route(metadata=call_metadata(_SECRET))  # type: ignore[call-arg]

@@ -2,13 +2,14 @@
 
 Only the standard library is imported, since another index may live in an environment of its own. Blocks are those of
 conversations that begin alike; each conversation is held by a few locations to different depths, one has all of it.
-Beside them is a trunk, one prefix that every location holds to a depth of its own: the worst that can be asked for.
-Nothing is timed here but by `quantiles_us`.
+Beside them is a trunk, one prefix that every location holds to a depth of its own: the worst that can be asked for, at
+rest and while locations go on along it. Nothing is timed here but by `quantiles_us`.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import time
@@ -23,6 +24,8 @@ MIN_HOLDERS = 8
 # Ids in one announcement, as an announcer sends a whole set, and while it serves.
 FULL_BATCH = 256
 SMALL_BATCH = 4
+# What is looked up. Of the changing trunk one location has taken a block more before each lookup.
+CONVERSATION, TRUNK, CHANGING = "conversation", "trunk", "changing trunk"
 
 Prompt = TypeVar("Prompt")
 
@@ -51,9 +54,25 @@ class Workload:
             for at in range(known, depth, FULL_BATCH):
                 yield chain[at - 1] if at else None, chain[at : min(depth, at + FULL_BATCH)]
 
-    def prompts(self, num_blocks: int, count: int, *, trunk: bool) -> list[list[bytes]]:
+    def growth(self, count: int) -> Iterator[tuple[int, bytes, bytes]]:
+        """So many times a (location, parent, block): the location holds the trunk to the parent, and takes the block.
+
+        Locations take turns; those that have all of the trunk are left out. Raises ValueError when all have it.
+        """
+        trunk, depths = self.chains[-1], [held[-1][1] for held in self.held]
+        if count > sum(len(trunk) - depth for depth in depths):
+            raise ValueError(f"the trunk has no room for {count} changes")
+        for location in itertools.cycle(range(len(depths))):
+            if not count:
+                return
+            if (depth := depths[location]) < len(trunk):
+                yield location, trunk[depth - 1], trunk[depth]
+                depths[location] += 1
+                count -= 1
+
+    def prompts(self, prompt: str, num_blocks: int, count: int) -> list[list[bytes]]:
         """Prompts of `num_blocks`, fresh objects as they come out of a message."""
-        chains = self.chains[-1:] if trunk else self.chains[:-1]
+        chains = self.chains[:-1] if prompt == CONVERSATION else self.chains[-1:]
         random.Random(7).shuffle(picked := list(range(len(chains))))
         sources = (chains[picked[number % len(chains)]] for number in range(count))
         return [[bytes(bytearray(id_)) for id_ in source[:num_blocks]] for source in sources]
@@ -81,15 +100,29 @@ def build(num_locations: int, num_blocks: int, seed: int = 1) -> Workload:
     return Workload([*chains, trunk], held, count * own_blocks + COMMON_BLOCKS + TRUNK_BLOCKS)
 
 
-def quantiles_us(find: Callable[[Prompt], object], prompts: Iterable[Prompt], *, cpu_time: bool) -> tuple[float, float]:
+def kinds(lengths: list[int]) -> list[tuple[str, int]]:
+    """What is looked up, and of how many blocks, in order: the trunk changes last."""
+    trunks = [(TRUNK, TRUNK_BLOCKS), (CHANGING, TRUNK_BLOCKS)]
+    return [*((CONVERSATION, length) for length in lengths), *trunks]
+
+
+def quantiles_us(
+    find: Callable[[Prompt], object],
+    prompts: Iterable[Prompt],
+    *,
+    cpu_time: bool,
+    before_each: Callable[[], object] = lambda: None,
+) -> tuple[float, float]:
     """p50 and p99 of the time that one lookup takes: on the wall, or of the CPU in all threads of this process.
 
-    CPU time leaves out waiting for another thread, and what a busy machine does in between.
+    CPU time leaves out waiting for another thread, and what a busy machine does in between. What `before_each` does
+    is not timed.
     """
     clock_ns = time.process_time_ns if cpu_time else time.perf_counter_ns
     gc.collect()
     samples = []
     for prompt in prompts:
+        before_each()
         began_ns = clock_ns()
         find(prompt)
         samples.append(clock_ns() - began_ns)

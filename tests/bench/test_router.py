@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.index_soak import Done, Drift, Sample, drifts, violations
-from bench.router_index import fill, measure
+from bench.router_index import Growth, fill, measure
 from bench.router_route import measure as measure_route
 from bench.router_workload import COMMON_BLOCKS, TRUNK_BLOCKS, build
 from services.common.blocks import BlockId
@@ -12,7 +12,7 @@ from services.router.index.replica import Replica
 
 def test_every_location_holds_what_the_workload_says() -> None:
     workload, replica = build(9, 9_000), Replica()
-    entries, _ = fill(replica, workload)
+    _, entries, _ = fill(replica, workload)
     assert entries == sum(location.num_blocks for location in replica.locations.values())
     # Conversations that nobody holds at all there are none of, and one holds the whole of each.
     assert len(replica.blocks) == len(
@@ -26,9 +26,24 @@ def test_every_location_holds_what_the_workload_says() -> None:
             assert lengths[replica.locations[f"worker/w{location}"].slot] == wanted
 
 
+def test_locations_that_go_on_along_the_trunk_hold_more_of_it() -> None:
+    workload, replica = build(5, 5_000), Replica()
+    everybody, _, _ = fill(replica, workload)
+    grow = Growth(replica, workload, everybody, 7)
+    for _ in range(7):
+        grow()
+    lengths = replica.find([BlockId(id_) for id_ in workload.chains[-1]]).lengths(replica.blocks.num_slots)
+    taken = [
+        lengths[replica.locations[f"worker/w{location}"].slot] - held[-1][1]
+        for location, held in enumerate(workload.held)
+    ]
+    assert (sum(taken), max(taken), min(taken)) == (7, 2, 1)
+
+
 def test_figures_are_of_every_kind_of_lookup() -> None:
     figures = measure(4, 5_000, 3, [8, 64])
-    assert [(one.trunk, one.num_blocks) for one in figures.finds] == [(False, 8), (False, 64), (True, 512)]
+    wanted = [("conversation", 8), ("conversation", 64), ("trunk", 512), ("changing trunk", 512)]
+    assert [(one.prompt, one.num_blocks) for one in figures.finds] == wanted
     assert all(0 < one.p50_us <= one.p99_us for one in figures.finds)
 
 

@@ -16,7 +16,7 @@ _MIN_RUNS = 12
 # Of a walk, by the place of its middle run rounded down to this: prompts that part later count as one.
 _ANCHOR_BLOCKS = 64
 # Prefixes that are counted, those walked last; of more than that each is asked for too seldom.
-_PREFIXES = 64
+_PREFIXES = 128
 _WALKED_PER_BUILT = 2
 
 

@@ -24,7 +24,7 @@ from services.router.index.runs import Runs
 
 MAX_SEGMENTS = 128
 MAX_SEGMENT_BLOCKS = 512
-MAX_BLOCKS = 32_768
+MAX_BLOCKS = 65_536
 
 IntArray = npt.NDArray[np.int32]
 # Of a block map: number by id, apart by the id's first byte.

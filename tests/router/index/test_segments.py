@@ -212,5 +212,5 @@ def test_a_stretch_is_worth_a_segment_once_its_walks_have_cost_more() -> None:
 
 def test_stretches_that_take_turns_in_great_number_are_worth_none() -> None:
     walks, runs = CostlyWalks(), [(at, 1) for at in range(1, 101)]
-    chains = [[_id(20 + number, at) for at in range(100)] for number in range(65)]
+    chains = [[_id(20 + number, at) for at in range(100)] for number in range(129)]
     assert not any(walks.count(chain, 0, runs) for _ in range(20) for chain in chains)
