@@ -161,6 +161,7 @@ def _observe(decisions: Decisions) -> None:
             "kvmesh_router_index_blocks": ("Distinct blocks in the index.", lambda: len(blocks)),
             "kvmesh_router_index_locations": ("Locations in the index.", lambda: len(decisions.replica.locations)),
             "kvmesh_router_index_holder_sets": ("Distinct holder sets.", lambda: blocks.num_holder_sets),
+            "kvmesh_router_index_segments": ("Stretches looked up in one operation.", lambda: blocks.num_segments),
             "kvmesh_router_workers": ("Known workers.", lambda: len(table.workers)),
             "kvmesh_router_drained_workers": (
                 "Workers that operators have drained.",

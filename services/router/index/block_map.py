@@ -76,6 +76,11 @@ class BlockMap:
         """Distinct sets of holders."""
         return len(self._sets)
 
+    @property
+    def num_segments(self) -> int:
+        """Stretches of prefixes that lookups take in one step."""
+        return len(self._segments)
+
     def new_set(self) -> HeldSet:
         """An empty set, not shown."""
         return HeldSet(self._new_slot())

@@ -12,7 +12,7 @@ lookup uses those before a segment too, so what goes first is at a prefix's end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,11 +33,23 @@ Parts = list[dict[BlockId, int]]
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """ids, numbers: of its blocks, in order. row: where its depths are."""
+    """ids, numbers: of its blocks, in order. depths: by slot, of those there were, how many leading blocks it holds."""
 
-    row: int
-    ids: list[BlockId] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
+    ids: list[BlockId]
+    numbers: list[int]
+    depths: IntArray
+    # The same memory: single numbers are read and written in half the time.
+    cells: memoryview[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cells = memoryview(self.depths)  # type: ignore[arg-type]
+
+    def have_slots(self, num_slots: int) -> None:
+        """`depths` has at least so many."""
+        lacking = num_slots - len(self.depths)
+        if lacking > 0:
+            self.depths = np.pad(self.depths, (0, max(lacking, num_slots // 4)))
+            self.cells = memoryview(self.depths)  # type: ignore[arg-type]
 
     def shared_with(self, ids: Sequence[BlockId], at: int) -> int:
         """How many of its leading blocks `ids` has from `at` on, where it has the first."""
@@ -75,9 +87,6 @@ class Segments:
         self.places: dict[int, tuple[Segment, int]] = {}
         # Longest unused first.
         self._by_use: dict[Segment, None] = {}
-        self._free_rows = list(range(MAX_SEGMENTS))
-        # By row and slot: leading blocks held. No memory before the first segment.
-        self._depths: IntArray = np.zeros((MAX_SEGMENTS, 0), np.int32)
 
     def __len__(self) -> int:
         return len(self._by_use)
@@ -90,7 +99,8 @@ class Segments:
             if segment is None or offset:
                 break
             share = segment.shared_with(ids, at)
-            here = np.minimum(self._row(segment, len(shown))[: len(shown)], share)
+            segment.have_slots(len(shown))
+            here = np.minimum(segment.depths[: len(shown)], share)
             depths = here * shown if depths is None else depths + here * (depths == at)
             at += share
             passed.append(segment)
@@ -110,7 +120,7 @@ class Segments:
             known[id_] = None
             if number in self.places:
                 self._cut(*self.places[number])
-        while self._by_use and (not self._free_rows or len(self.places) + len(known) > MAX_BLOCKS):
+        while self._by_use and (len(self._by_use) == MAX_SEGMENTS or len(self.places) + len(known) > MAX_BLOCKS):
             self._cut(next(iter(self._by_use)), 0)
         if known:
             self._make(list(known), num_slots)
@@ -122,19 +132,22 @@ class Segments:
         if not mask:
             self._cut(segment, offset)
             return
-        row = self._row(segment, slot + 1)
-        depth = int(row[slot])
+        if slot >= len(segment.cells):
+            segment.have_slots(slot + 1)
+        depth = segment.cells[slot]
         if not mask >> slot & 1:
-            row[slot] = min(depth, offset)
+            segment.cells[slot] = min(depth, offset)
         elif depth == offset:
             masks, numbers = self._sets.masks, segment.numbers
             depth += 1
             while depth < len(numbers) and masks[numbers[depth]] >> slot & 1:
                 depth += 1
-            row[slot] = depth
+            segment.cells[slot] = depth
 
     def sweep(self, part: dict[BlockId, int], gone: int) -> None:
         """Blocks in `part` are not held by the slots in `gone` any more, which are not shown."""
+        if not self.places:
+            return
         masks = self._sets.masks
         for number in self.places.keys() & set(part.values()):
             # Cutting a segment ends others of these numbers.
@@ -143,26 +156,21 @@ class Segments:
                 if not masks[number]:
                     self._cut(*self.places[number])
 
-    def forget(self, slots: Iterable[int]) -> None:
+    def forget(self, slots: Sequence[int]) -> None:
         """These hold nothing any more."""
-        known = [slot for slot in slots if slot < self._depths.shape[1]]
-        self._depths[:, known] = 0
+        gone = np.array(slots, np.intp)
+        for segment in self._by_use:
+            segment.depths[gone[gone < len(segment.depths)]] = 0
 
     def _make(self, ids: list[BlockId], num_slots: int) -> None:
-        segment, sets = Segment(self._free_rows.pop()), self._sets
-        held: list[int] = []
-        for offset, id_ in enumerate(ids):
+        sets = self._sets
+        held = [sets.masks[self._parts[id_[0]][id_]] for id_ in ids]
+        segment = Segment(ids, [sets.new_own(mask) for mask in held], _runs_of(held).lengths(num_slots))
+        for offset, (id_, number) in enumerate(zip(ids, segment.numbers, strict=True)):
             part = self._parts[id_[0]]
-            before = part[id_]
-            held.append(sets.masks[before])
-            number = part[id_] = sets.new_own(held[-1])
-            sets.move(before, None, 1)
+            sets.move(part[id_], None, 1)
+            part[id_] = number
             self.places[number] = segment, offset
-            segment.numbers.append(number)
-        segment.ids = ids
-        row = self._row(segment, num_slots)
-        row[:] = 0
-        row[:num_slots] = _runs_of(held).lengths(num_slots)
         self._by_use[segment] = None
 
     def _cut(self, segment: Segment, length: int) -> None:
@@ -180,18 +188,9 @@ class Segments:
             sets.free_own(number)
         del segment.ids[length:], segment.numbers[length:]
         if length:
-            np.minimum(self._depths[segment.row], length, out=self._depths[segment.row])
+            np.minimum(segment.depths, length, out=segment.depths)
         else:
             del self._by_use[segment]
-            self._free_rows.append(segment.row)
-
-    def _row(self, segment: Segment, num_slots: int) -> IntArray:
-        """Its depths, of at least so many slots."""
-        lacking = num_slots - self._depths.shape[1]
-        if lacking > 0:
-            self._depths = np.pad(self._depths, ((0, 0), (0, max(lacking, num_slots // 4))))
-        row: IntArray = self._depths[segment.row]
-        return row
 
 
 def _runs_of(masks: list[int]) -> Runs:

@@ -65,14 +65,13 @@ class Mesh:
             assert one.count == len(self.wanted[which])
         found = self.blocks._segments
         assert sum(len(one.ids) for one in found._by_use) == len(found.places)
-        assert len(found) + len(found._free_rows) == segments.MAX_SEGMENTS
         for segment in found._by_use:
             for offset, (id_, number) in enumerate(zip(segment.ids, segment.numbers, strict=True)):
                 assert self.blocks._parts[id_[0]][id_] == number
                 assert found.places[number] == (segment, offset)
             for which, one in self.held.items():
-                depths = found._row(segment, one.slot + 1)
-                assert depths[one.slot] == naive(self.wanted[which], segment.ids)
+                segment.have_slots(one.slot + 1)
+                assert segment.depths[one.slot] == naive(self.wanted[which], segment.ids)
 
 
 def lengths_of(mesh: Mesh, prompt: list[BlockId]) -> dict[int, int]:
