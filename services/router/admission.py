@@ -64,14 +64,15 @@ def admissible(
     if not in_time.any():
         return _too_late(costs, limit_s, forecast)
     keeps_pace = _keeps_pace(ask, rows, costs, config) | idle | ask.resumes
+    able = in_time & keeps_pace
     queue_limit_s = config.max_queue_s * config.queue_shares.get(ask.priority, 1.0)
     below = idle | (costs.queue_s <= queue_limit_s)
-    ready = in_time & keeps_pace & below
-    if not ready.any():
-        return _full(costs, in_time & keeps_pace, queue_limit_s, forecast)
-    ttft_s = costs.predicted_ttft_s
-    result: BoolArray = ready | (in_time & keeps_pace & (ttft_s < ttft_s[ready].min()))
-    return result
+    # A worker with room bounds the queues of the others even where it is too late itself: what only the holder of its
+    # prefix serves in time goes there, and does not keep those behind it from workers with nothing to do.
+    has_room = keeps_pace & below
+    elsewhere_s = costs.predicted_ttft_s[has_room].min() if has_room.any() else 0.0
+    admitted: BoolArray = able & (below | (costs.predicted_ttft_s < elsewhere_s))
+    return admitted if admitted.any() else _full(costs, able, queue_limit_s, forecast)
 
 
 def _is_idle(rows: WorkerRows) -> BoolArray:

@@ -112,6 +112,8 @@ def test_a_long_cached_prefix_is_worth_a_wait_beyond_the_limit() -> None:
     rows["block_bytes"][rows["live"]] = 1e12
     assert scene.grant(scene.ask(ids)).worker_id == "w0"
     assert scene.grant(scene.ask(chain(10))).worker_id == "w1"
+    # Also when nobody else would be in time: it must not keep from the idle worker those that wait behind it.
+    assert scene.grant(scene.ask(ids, ttft_objective_s=len(ids) * 16 / RATE - 0.1)).worker_id == "w0"
 
 
 def test_batch_leaves_room_in_the_queue_for_the_others() -> None:
