@@ -97,7 +97,7 @@ def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
     beside_s = interference_s(request, ahead, rows, tokens)
     parts = features(queue_s, pull.prefill_s, pull_s + beside_s, tokens)
     corrected_s = rows["pace"] * (parts @ view.correction.weights)
-    tpot_s = _tpot_s(request, view)
+    tpot_s = _tpot_s(request, view, ahead.room)
     return Costs(
         queue_s=queue_s,
         pull_s=pull_s,
@@ -115,12 +115,16 @@ def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
     )
 
 
-def _tpot_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
-    """A decode step with this request in it, prolonged by the prompts that come meanwhile."""
+def _tpot_s(request: PolicyRequest, view: PolicyView, room: FloatArray) -> FloatArray:
+    """A decode step with this request in it, prolonged by the prompts that come meanwhile.
+
+    They take their share of the time, and of no step more than fills it.
+    """
     rows = view.rows
     others = rows["decoding"] + rows["waiting"] + rows["pending"]
     step_s = rows["fixed_s"] + rows["decoding_s"] + rows["decode_slope_s"] * (others + request.num_choices)
-    result: FloatArray = step_s / (1.0 - np.minimum(view.pressure.prefill_share, MAX_SHARE))
+    share = np.minimum(view.pressure.prefill_share, MAX_SHARE)
+    result: FloatArray = step_s + np.minimum(step_s * share / (1.0 - share), room * rows["prefill_token_s"])
     return result
 
 

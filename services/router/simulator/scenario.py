@@ -46,6 +46,7 @@ class Outcome:
     cached_tokens: int = 0
     pulled_tokens: int = 0
     predicted_ttft_s: float = 0.0
+    predicted_tpot_s: float = 0.0
     granted_s: float = 0.0
     first_token_s: float = -1.0
     ended_s: float = -1.0

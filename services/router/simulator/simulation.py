@@ -135,6 +135,7 @@ class Simulation:
             self._refuse(outcome)
             return True
         outcome.granted_s = self.now_s
+        outcome.predicted_tpot_s = answer.predicted_tpot_s
         if not outcome.predicted_ttft_s:
             outcome.predicted_ttft_s = self.now_s - outcome.arrived_s + answer.predicted_ttft_s
         self._send(outcome, ask.id, answer)
@@ -160,6 +161,7 @@ class Simulation:
             max_output_tokens=_MAX_OUTPUT_TOKENS,
             ttft_objective_s=ttft_s,
             tpot_objective_s=tpot_s,
+            resumes=outcome.output_tokens > 0,
         )
 
     def _send(self, outcome: Outcome, attempt: AttemptId, placement: Placement) -> None:

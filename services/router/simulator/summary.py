@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from services.router.simulator.scenario import Outcome, Scenario
@@ -19,7 +19,8 @@ class Summary:
     per second of the time in which requests arrived. Percentiles are nearest-rank, over requests that were served.
     hit_rate: prompt tokens of served requests that were cached where they ran; hit_rate_of_ideal: as a share of what
     one infinite cache for all would have had. pulled_share: prompt tokens of them that were pulled from others.
-    load_imbalance: the busiest worker's busy time over the mean. ttft_error: median of |predicted - actual| / actual.
+    load_imbalance: the busiest worker's busy time over the mean. ttft_error, tpot_error: medians of
+    |predicted - actual| / actual.
     """
 
     policy: str
@@ -44,6 +45,7 @@ class Summary:
     preemptions: int
     attempts_per_request: float
     ttft_error: float
+    tpot_error: float
 
     def as_json(self) -> dict[str, str | int | float]:
         """For one JSON object."""
@@ -71,9 +73,8 @@ def summarise(scenario: Scenario, trace: Trace, outcomes: Sequence[Outcome], wor
     ttfts = sorted(outcome.ttft_s for outcome in served)
     tpots = sorted(outcome.tpot_s for outcome in served if outcome.request.output_tokens > 1)
     busy = [worker.busy_s for worker in workers]
-    errors = sorted(
-        abs(outcome.predicted_ttft_s - outcome.ttft_s) / outcome.ttft_s for outcome in served if outcome.ttft_s > 0
-    )
+    ttft_errors = _errors((outcome.predicted_ttft_s, outcome.ttft_s) for outcome in served)
+    tpot_errors = _errors((outcome.predicted_tpot_s, outcome.tpot_s) for outcome in served)
     return Summary(
         policy=scenario.policy,
         workers=scenario.num_workers,
@@ -96,13 +97,19 @@ def summarise(scenario: Scenario, trace: Trace, outcomes: Sequence[Outcome], wor
         utilisation=sum(busy) / len(busy) / max(ended_s, arriving_s, 1e-9),
         preemptions=sum(worker.preemptions for worker in workers),
         attempts_per_request=sum(outcome.attempts for outcome in outcomes) / max(1, len(outcomes)),
-        ttft_error=_percentile(errors, 0.5),
+        ttft_error=_percentile(ttft_errors, 0.5),
+        tpot_error=_percentile(tpot_errors, 0.5),
     )
 
 
 def _ideal_tokens(served: Sequence[Outcome], block_tokens: int) -> int:
     ordered = sorted(served, key=lambda outcome: outcome.arrived_s)
     return sum(ideal_hit_tokens((outcome.request for outcome in ordered), block_tokens))
+
+
+def _errors(times: Iterable[tuple[float, float]]) -> list[float]:
+    """Relative errors of (predicted, actual), where there is an actual time."""
+    return sorted(abs(predicted_s - actual_s) / actual_s for predicted_s, actual_s in times if actual_s > 0)
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
