@@ -2,8 +2,9 @@
 
 Keys that one script touches share a hash tag, so that Redis Cluster keeps them together: `{mesh:registry}` for the
 registry, `{mesh:generations}` for the generations of tenants, `{mesh:control}` for what operators have set,
-`{mesh:quota:<tenant>}` for what a tenant uses, `{mesh:artifacts}` for model artifacts, `{mesh:news}` for what routers
-tell each other and `{mesh:<shard>}` for the block sets of the locations of one shard.
+`{mesh:quota:<tenant>}` for what a tenant uses, `{mesh:request:<tag>}` for a request with an idempotency key,
+`{mesh:artifacts}` for model artifacts, `{mesh:news}` for what routers tell each other and `{mesh:<shard>}` for the
+block sets of the locations of one shard.
 """
 
 from __future__ import annotations
@@ -142,6 +143,10 @@ class KeySpace:
         """Keys of what one tenant uses; tenant_tag: see `blocks.tenant_tag`."""
         base = f"{{{self.mesh}:quota:{tenant_tag.hex()}}}:{FORMAT}"
         return QuotaKeys(*(f"{base}:{name}" for name in ("buckets", "leases", "gateways")))
+
+    def request(self, tag: str) -> str:
+        """Record of a request with an idempotency key; tag: a keyed hash of tenant and key."""
+        return f"{{{self.mesh}:request:{tag}}}:{FORMAT}:record"
 
     def artifacts(self) -> ArtifactKeys:
         """Keys of model artifacts."""

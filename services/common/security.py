@@ -47,6 +47,11 @@ class MeshSecret:
         return self._key(b"kvm storage")
 
     @property
+    def request_key(self) -> bytes:
+        """Key of what stands for idempotency keys and the requests under them."""
+        return self._key(b"kvm request")
+
+    @property
     def rpc_token(self) -> str:
         """What in-mesh gRPC calls carry in metadata."""
         return self._key(b"kvm rpc").hex()

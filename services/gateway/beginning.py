@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,11 @@ from opentelemetry import trace
 from services.common.blocks import owner_digest
 from services.gateway.api.openai_parse import ReplyFormat
 from services.gateway.catalog import ModelCatalog
-from services.gateway.errors import ModelUnavailable, ObjectiveUnmet
+from services.gateway.errors import AnswerNotKept, ModelUnavailable, ObjectiveUnmet
 from services.gateway.generation import Generation
+from services.gateway.idempotency_records import Claim
+from services.gateway.keyed_requests import KeyedRequests
+from services.gateway.keyed_run import run_id
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.output import Event
 from services.gateway.placed_stream import PlacedStream
@@ -33,7 +37,7 @@ from services.gateway.request import GenerationRequest, Plan, PromptPlan, Sampli
 from services.gateway.session import Session
 from services.gateway.tenants import Tenants
 from services.gateway.text.pool import Job, ModelMissing, Prepared, TextPool
-from services.gateway.versions import without
+from services.gateway.versions import only, without
 
 _tracer = trace.get_tracer("kvmesh.gateway")
 _log = structlog.get_logger("gateway.beginning")
@@ -59,18 +63,32 @@ class Beginner:
     tenants: Tenants
     quotas: Quotas
     metrics: GatewayMetrics
+    keyed: KeyedRequests
     block_key: bytes
 
     async def begin_openai(self, session: Session, endpoint: str, body: bytes) -> Begun:
         """Begin an OpenAI body. Raises GatewayError."""
         job = Job(views=self.catalog.views, tenant=session.tenant, endpoint=endpoint, body=body)
-        return await self._begin(session, job)
+        return await self._begin(session, job, body)
 
     async def begin_native(self, session: Session, request: GenerationRequest) -> Begun:
         """Begin a native request. Raises GatewayError."""
-        return await self._begin(session, Job(views=self.catalog.views, tenant=session.tenant, request=request))
+        job = Job(views=self.catalog.views, tenant=session.tenant, request=request)
+        return await self._begin(session, job, msgspec.msgpack.encode(request, order="sorted"))
 
-    async def _begin(self, session: Session, job: Job) -> Begun:
+    async def _begin(self, session: Session, job: Job, body: bytes) -> Begun:
+        """body: tells the request from others with its idempotency key."""
+        if session.idempotency_key is None:
+            return await self._run_some_model(session, job)
+        return await self.keyed.begin(
+            session,
+            body,
+            run=lambda: self._run_some_model(session, job),
+            attach=lambda claim: self._attach(session, job, claim),
+        )
+
+    async def _run_some_model(self, session: Session, job: Job) -> Begun:
+        """With the tenant's fallback model where no worker would meet the objectives."""
         try:
             return await self._run_some_version(session, job)
         except ObjectiveUnmet:
@@ -104,11 +122,28 @@ class Beginner:
         plan = prepared.plan
         use = _Use(self.quotas, await self._charge(session, plan), plan)
         session.settle = use.settle
-        session.generation = use.generation = self._start(session, plan)
+        if session.keyed is not None:
+            session.keyed.begin(plan.model, plan.model_digest, len(plan.prompts))
+        session.generation = use.generation = self._generation(plan, self._streams(session, plan))
         events = await session.generation.read()
         use.is_taken = True
         self.metrics.count_version(plan.model, self.catalog.label(plan.model, plan.model_digest))
         return Begun(plan, prepared.reply, session.generation, events)
+
+    async def _attach(self, session: Session, job: Job, claim: Claim) -> Begun:
+        """Read what workers have of an earlier request with this key. Raises AnswerNotKept."""
+        views = only(job.views, claim.model, claim.model_digest)
+        if views is None:
+            raise AnswerNotKept("the model of the answer is no longer served")
+        prepared = await self._prepare(session, msgspec.structs.replace(job, views=views, model=claim.model))
+        if prepared.plan.sampling.num_logprobs is not None and any(place.is_resumed for place in claim.places):
+            raise AnswerNotKept("log probabilities of the answer were lost with a worker")
+        streams = self._streams(session, prepared.plan)
+        session.generation = self._generation(prepared.plan, streams)
+        assert session.names is not None
+        for index, (stream, place) in enumerate(zip(streams, claim.places, strict=True)):
+            await stream.attach(_prompt_id(run_id(session.names, claim), prepared.plan, index), place)
+        return Begun(prepared.plan, prepared.reply, session.generation, await session.generation.read())
 
     async def _prepare(self, session: Session, job: Job) -> Prepared:
         started_s = time.monotonic()
@@ -117,7 +152,7 @@ class Beginner:
             span.set_attribute("gen_ai.usage.input_tokens", prepared.plan.prompt_tokens)
         session.prepare_s += time.monotonic() - started_s
         self.metrics.record_prepare(time.monotonic() - started_s)
-        plan = _seeded(prepared.plan)
+        plan = _seeded(prepared.plan, session)
         session.plan, session.model = plan, plan.model
         session.end_user = prepared.reply.end_user if prepared.reply is not None else ""
         session.span.update_name(f"{session.api} {plan.model}")
@@ -139,14 +174,15 @@ class Beginner:
         expected = sum(outputs.tokens(tenant, prompt.max_tokens) for prompt in plan.prompts) * plan.num_choices
         return await self.quotas.charge(tenant, policy, plan.prompt_tokens + expected)
 
-    def _start(self, session: Session, plan: Plan) -> Generation:
-        text = self.catalog.text_model(plan.model)
+    def _streams(self, session: Session, plan: Plan) -> list[PlacedStream]:
         sampling = _sampling_proto(plan.sampling)
-        streams = [
+        return [
             PlacedStream(self.placement, self._job(session, plan, sampling, i, prompt))
             for i, prompt in enumerate(plan.prompts)
         ]
-        return Generation(plan, text.vocabulary, streams)
+
+    def _generation(self, plan: Plan, streams: Sequence[PlacedStream]) -> Generation:
+        return Generation(plan, self.catalog.text_model(plan.model).vocabulary, streams)
 
     def _job(
         self, session: Session, plan: Plan, sampling: SamplingParams, index: int, prompt: PromptPlan
@@ -156,7 +192,7 @@ class Beginner:
         objectives = policy.objectives.of(kind)
         ttft_s = plan.ttft_s or objectives.ttft_s
         return PlacementJob(
-            request_id=session.request_id if len(plan.prompts) == 1 else f"{session.request_id}-{index}",
+            request_id=_prompt_id(session.run_id, plan, index),
             tenant=session.tenant.name,
             model=plan.model,
             model_digest=plan.model_digest,
@@ -173,6 +209,7 @@ class Beginner:
             ttft_at_s=session.started_s + ttft_s if ttft_s else math.inf,
             tpot_s=plan.tpot_s or objectives.tpot_s,
             traceparent=session.traceparent,
+            keeper=session.keyed.keeper(index) if session.keyed is not None else None,
         )
 
 
@@ -197,13 +234,17 @@ class _Use:
         self.quotas.settle(charge, used_tokens)
 
 
-def _seeded(plan: Plan) -> Plan:
-    """An unseeded request gets its seed at admission, so that every attempt draws the same."""
+def _prompt_id(run_id: str, plan: Plan, index: int) -> str:
+    """By which routers and workers know one prompt of a run."""
+    return run_id if len(plan.prompts) == 1 else f"{run_id}-{index}"
+
+
+def _seeded(plan: Plan, session: Session) -> Plan:
+    """An unseeded request gets its seed at admission, so that every attempt draws the same; from its key, if any."""
     if plan.sampling.seed is not None:
         return plan
-    return msgspec.structs.replace(
-        plan, sampling=msgspec.structs.replace(plan.sampling, seed=random.SystemRandom().getrandbits(64))
-    )
+    seed = session.names.seed if session.names is not None else random.SystemRandom().getrandbits(64)
+    return msgspec.structs.replace(plan, sampling=msgspec.structs.replace(plan.sampling, seed=seed))
 
 
 def _sampling_proto(sampling: Sampling) -> SamplingParams:

@@ -38,6 +38,9 @@ class GatewaySettings(ServiceSettings):
     retry_per_s: float = Field(16.0, gt=0, description="The same, per second in the long run.")
     max_tenant_inflight_requests: int = Field(1024, ge=1, description="Requests of one tenant in flight before 429.")
     default_deadline_s: float = Field(600.0, gt=0, description="Life of a request whose client sets no deadline.")
+    idempotency_window_s: float = Field(
+        300.0, gt=0, le=86_400, description="Time after its end in which a request with an idempotency key is repeated."
+    )
     heartbeat_s: float = Field(10.0, gt=0, description="Silence on an event stream before a comment is sent.")
     prepare_timeout_s: float = Field(15.0, gt=0, description="Longest parsing, templating and tokenising of a request.")
     text_processes: int = Field(2, ge=1, le=32, description="Processes that parse and tokenise long requests.")

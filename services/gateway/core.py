@@ -21,7 +21,8 @@ from services.common.rpc import REQUEST_ID_METADATA
 from services.gateway.admission import Admission
 from services.gateway.beginning import Beginner
 from services.gateway.catalog import ModelCatalog
-from services.gateway.errors import GatewayError, InvalidRequest, shape_of
+from services.gateway.errors import GatewayError, InvalidRequest, RequestIdInUse, shape_of
+from services.gateway.idempotency import KEY_METADATA
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement import Placement
@@ -67,10 +68,18 @@ class Core:
     def open(
         self, api: str, metadata: Mapping[str, str], time_remaining_s: float | None, wanted_id: str = ""
     ) -> Session:
-        """Authenticate and admit a request. Its span becomes current. Raises GatewayError, counted and logged."""
+        """Authenticate and admit a request. Its span becomes current. Raises GatewayError, counted and logged.
+
+        wanted_id: the id that the request itself brings, if any.
+        """
         with _tracer.start_as_current_span("admit"):
             tenant = self._admit(api, metadata)
-        request_id = self._claim_id(wanted_id or metadata.get(REQUEST_ID_METADATA, ""))
+        try:
+            request_id = self._claim_id(wanted_id, metadata)
+        except RequestIdInUse as error:
+            self.admission.leave(tenant.name)
+            self._note_refusal(api, error)
+            raise
         span = _request_span(api, request_id)
         # Each RPC runs in a task of its own, so what is attached here ends with the call.
         otel_context.attach(trace.set_span_in_context(span))
@@ -91,6 +100,7 @@ class Core:
             traceparent=carrier.get("traceparent", ""),
             metrics=self.metrics,
             release=release,
+            idempotency_key=metadata.get(KEY_METADATA),
         )
 
     @contextmanager
@@ -114,21 +124,31 @@ class Core:
             tenant = self.tenant(metadata)
             self.admission.enter(tenant.name)
         except GatewayError as error:
-            code, name = shape_of(error).status, type(error).__name__
-            self.metrics.record_request(api=api, model="", code=code, error=name)
-            _log.info("refused", api=api, code=code, error=name, inflight=self.admission.total)
+            self._note_refusal(api, error)
             raise
         return tenant
+
+    def _note_refusal(self, api: str, error: GatewayError) -> None:
+        code, name = shape_of(error).status, type(error).__name__
+        self.metrics.record_request(api=api, model="", code=code, error=name)
+        _log.info("refused", api=api, code=code, error=name, inflight=self.admission.total)
 
     def _life_s(self, time_remaining_s: float | None) -> float:
         if time_remaining_s is None or not math.isfinite(time_remaining_s) or time_remaining_s > _MAX_DEADLINE_S:
             return self.default_deadline_s
         return time_remaining_s
 
-    def _claim_id(self, wanted: str) -> str:
-        """The caller's id where it is usable and not in flight already, else one like it or a fresh one."""
+    def _claim_id(self, wanted_id: str, metadata: Mapping[str, str]) -> str:
+        """The caller's id where it is usable and not in flight already, else one like it or a fresh one.
+
+        An id that the request itself brings is refused while it is in flight, unless an idempotency key says that the
+        request is a repeat. The header's may have been made on the way, of whatever.
+        """
+        wanted = wanted_id or metadata.get(REQUEST_ID_METADATA, "")
         request_id = wanted if wanted and _is_request_id(wanted) else uuid.uuid4().hex
         if request_id in self.inflight_ids:
+            if wanted_id and KEY_METADATA not in metadata:
+                raise RequestIdInUse("a request with this id is in flight", "request_id")
             request_id = f"{request_id[: _MAX_REQUEST_ID - 9]}-{uuid.uuid4().hex[:8]}"
         self.inflight_ids.add(request_id)
         return request_id

@@ -5,6 +5,8 @@ GatewayError
 │   ├── UnsupportedParameter       a known field that is not implemented
 │   └── ContextLengthExceeded      prompt (and output) do not fit the model
 ├── AuthenticationFailed
+├── RequestIdInUse                 another request in flight here has the id that the caller gave
+├── IdempotencyKeyReused           the key belongs to another request
 ├── ModelNotFound
 ├── TenantLimitExceeded            this tenant has too much in flight or waiting, or has used up a quota
 ├── Overloaded                     the gateway or every worker is full
@@ -13,6 +15,7 @@ GatewayError
 ├── ModelUnavailable               known, and nobody serves it now
 ├── DeadlineExceeded
 ├── WorkerFailed                   a worker was lost and the request with it
+│   └── AnswerNotKept              no worker has the answer that is to be repeated
 └── InternalError                  our own bug
 """
 
@@ -53,6 +56,14 @@ class AuthenticationFailed(GatewayError):
     """No API key, or an unknown one."""
 
 
+class RequestIdInUse(GatewayError):
+    """A request with this id is in flight."""
+
+
+class IdempotencyKeyReused(GatewayError):
+    """The key belongs to a request with another body."""
+
+
 class ModelNotFound(GatewayError):
     """No model of that name."""
 
@@ -87,6 +98,10 @@ class WorkerFailed(GatewayError):
     """The worker was lost in the middle of the answer, or several failed before it."""
 
 
+class AnswerNotKept(WorkerFailed):
+    """No worker keeps the answer of an earlier request with this key; the caller of it runs the request anew."""
+
+
 class InternalError(GatewayError):
     """A bug of ours; the message says nothing of it."""
 
@@ -107,6 +122,8 @@ _TABLE: dict[type[GatewayError], ErrorShape] = {
     ContextLengthExceeded: ErrorShape("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded"),
     InvalidRequest: ErrorShape("INVALID_ARGUMENT", 400, "invalid_request_error", None),
     AuthenticationFailed: ErrorShape("UNAUTHENTICATED", 401, "invalid_request_error", "invalid_api_key"),
+    RequestIdInUse: ErrorShape("ALREADY_EXISTS", 409, "invalid_request_error", "request_id_in_use"),
+    IdempotencyKeyReused: ErrorShape("ALREADY_EXISTS", 409, "invalid_request_error", "idempotency_key_reused"),
     ModelNotFound: ErrorShape("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
     TenantLimitExceeded: ErrorShape("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded", 1.0),
     Overloaded: ErrorShape("UNAVAILABLE", 503, "server_error", "overloaded", 1.0),

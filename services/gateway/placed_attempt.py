@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import grpc
 from kvmesh.v1.common_pb2 import CachedTokens
-from kvmesh.v1.router_pb2 import Done, Grant, Outcome
+from kvmesh.v1.router_pb2 import OUTCOME_OK, Done, Grant, Outcome
 
 from services.common.rpc import caller_metadata
+from services.gateway.idempotency_records import Place
 from services.gateway.output_record import OutputRecord
 from services.gateway.placement import Placement
 from services.gateway.placement_job import PlacementJob
@@ -19,7 +20,10 @@ from services.gateway.worker_link import Attempt, AttemptEnded
 
 @dataclass(slots=True, eq=False)
 class PlacedAttempt:
-    """State of one attempt; `end` is idempotent and releases everything. Times are monotonic, 0 for not yet."""
+    """State of one attempt; `end` is idempotent and releases everything. Times are monotonic, 0 for not yet.
+
+    is_attached: another request has started it, and was granted it.
+    """
 
     placement: Placement
     job: PlacementJob
@@ -33,6 +37,7 @@ class PlacedAttempt:
     first_token_at_s: float = 0.0
     last_token_at_s: float = 0.0
     output_tokens: int = 0
+    is_attached: bool = False
     _is_ended: bool = False
 
     @classmethod
@@ -47,6 +52,14 @@ class PlacedAttempt:
             metadata=caller_metadata(job.request_id),
         )
         return cls(placement, job, number, grant, asked_at_s, inbox, now_s)
+
+    @classmethod
+    def attach(cls, placement: Placement, job: PlacementJob, request_id: str, place: Place) -> PlacedAttempt:
+        """Read one that a worker keeps, of the request `request_id`."""
+        grant = Grant(worker_id=place.worker_id, worker_address=place.address)
+        inbox = placement.channels.acquire(place.address).attach(request_id, metadata=caller_metadata(job.request_id))
+        now_s = time.monotonic()
+        return cls(placement, job, place.attempt, grant, now_s, inbox, now_s, is_attached=True)
 
     @property
     def worker_id(self) -> str:
@@ -67,15 +80,22 @@ class PlacedAttempt:
         if now_s - self.heard_at_s > limit_s and self.inbox.break_off(AttemptEnded(grpc.StatusCode.CANCELLED, "")):
             self.is_stalled = True
 
-    def end(self, outcome: Outcome.ValueType, cached: CachedTokens | None = None) -> None:
-        """Cancel what is left of it, at the worker, and tell the router. cached: as the worker has reported it."""
+    def end(self, outcome: Outcome.ValueType, cached: CachedTokens | None = None, *, is_last: bool = False) -> None:
+        """Cancel what is left of it, at the worker, and tell the router. cached: as the worker has reported it.
+
+        is_last: no other attempt follows, so that a worker which is to keep it does.
+        """
         if self._is_ended:
             return
         self._is_ended = True
+        if is_last and self.is_admitted and self.job.keeper is not None:
+            self.inbox.leave(complete=outcome == OUTCOME_OK)
         self.inbox.cancel()
         if self.is_admitted:
             self.placement.line.wake(self.job.model)
         self.placement.channels.release(self.grant.worker_address, asyncio.get_running_loop().time())
+        if self.is_attached:
+            return
         self.placement.router.done(
             Done(
                 request_id=self.job.request_id,

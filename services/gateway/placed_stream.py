@@ -20,7 +20,8 @@ from kvmesh.v1.common_pb2 import CachedTokens, Usage
 from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_OK, OUTCOME_STALE, OUTCOME_WORKER_FAILED, Outcome
 from kvmesh.v1.worker_pb2 import Completed, WorkerGenerateResponse
 
-from services.gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed
+from services.gateway.errors import AnswerNotKept, DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed
+from services.gateway.idempotency_records import Place
 from services.gateway.interruption import Interruption
 from services.gateway.output_record import OutputRecord
 from services.gateway.placed_attempt import PlacedAttempt
@@ -79,6 +80,21 @@ class PlacedStream:
             if self._take(attempt, message):
                 return message
 
+    async def attach(self, request_id: str, place: Place) -> None:
+        """Read from its beginning what a worker keeps of the request `request_id`; what it loses, others go on with.
+
+        Raises AnswerNotKept when it is not there.
+        """
+        attempt = PlacedAttempt.attach(self.placement, self.job, request_id, place)
+        self._opened(attempt)
+        try:
+            message = await attempt.inbox.read()
+        except AttemptEnded as end:
+            self._end_attempt(OUTCOME_CANCELLED)
+            raise AnswerNotKept(f"the answer is not kept: {end.code.name}") from None
+        self._take(attempt, message)
+        self._ready.append(message)
+
     def end_choice(self, choice: int) -> None:
         """The client has all it wants of a choice (stop strings)."""
         self._output.end(choice)
@@ -124,6 +140,8 @@ class PlacedStream:
 
     def _on_admitted(self, attempt: PlacedAttempt, cached_tokens: int) -> bool:
         attempt.is_admitted = True
+        if self.job.keeper is not None:
+            self.job.keeper.placed(attempt.grant, attempt.number, is_resumed=self._output.num_tokens > 0)
         if self._first_attempt:
             return False
         self._first_attempt, self._cached_tokens = attempt.number, cached_tokens
@@ -145,7 +163,7 @@ class PlacedStream:
             self._cached_tokens = actual.local + actual.peer + actual.ram + actual.ssd
         else:
             usage.cached.CopyFrom(CachedTokens(local=self._cached_tokens))
-        self._end_attempt(OUTCOME_OK, actual)
+        self._end_attempt(OUTCOME_OK, actual, is_last=True)
         self._close(OUTCOME_OK)
 
     def _on_end(self, attempt: PlacedAttempt, end: AttemptEnded) -> None:
@@ -218,14 +236,16 @@ class PlacedStream:
     def _close(self, outcome: Outcome.ValueType) -> None:
         if not self._closed:
             self._closed = True
-            self._end_attempt(outcome)
+            self._end_attempt(outcome, is_last=True)
         interruption, self._interruption = self._interruption, None
         if interruption is not None:
             interruption.abandon()
         self._placing.leave(self._cached_tokens)
 
-    def _end_attempt(self, outcome: Outcome.ValueType, cached: CachedTokens | None = None) -> None:
+    def _end_attempt(
+        self, outcome: Outcome.ValueType, cached: CachedTokens | None = None, *, is_last: bool = False
+    ) -> None:
         attempt, self._open = self._open, None
         if attempt is not None:
             self.placement.pulse.discard(self)
-            attempt.end(outcome, cached)
+            attempt.end(outcome, cached, is_last=is_last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvmesh.v1.common_pb2 import Objectives, SamplingParams
 from kvmesh.v1.router_pb2 import Ask, Grant
@@ -20,12 +21,24 @@ from services.gateway.tickets import Wanted
 _LEAST_OBJECTIVE_S = 0.001
 
 
+class Keeper(Protocol):
+    """Who has the workers keep a prompt's attempts."""
+
+    @property
+    def keep_s(self) -> float:
+        """Seconds without a reader after which a worker forgets them."""
+
+    def placed(self, grant: Grant, attempt: int, *, is_resumed: bool) -> None:
+        """A worker has it from now on. is_resumed: it has begun with output that is known."""
+
+
 @dataclass(slots=True)
 class PlacementJob:
     """What does not change from one attempt to the next.
 
     block_key, block_root, block_tokens: of the ids of blocks, whose chain goes on through the output. deadline_at_s,
     ttft_at_s: monotonic; the latter when the first token is due, inf for no such objective. tpot_s: 0 for no objective.
+    keeper: None for attempts that end with their caller.
     """
 
     request_id: str
@@ -45,6 +58,7 @@ class PlacementJob:
     ttft_at_s: float
     tpot_s: float
     traceparent: str
+    keeper: Keeper | None = None
 
     def wanted(self) -> Wanted:
         """What the fair line has to know."""
@@ -114,6 +128,7 @@ class PlacementJob:
             expected_local_blocks=grant.local_blocks,
             known=output.known(),
             hold_s=hold_s,
+            keep_s=self.keeper.keep_s if self.keeper is not None else 0.0,
         )
         request.MergeFrom(rest)
         return request

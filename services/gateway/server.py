@@ -25,6 +25,7 @@ from services.gateway.catalog import ModelCatalog
 from services.gateway.config import GatewaySettings
 from services.gateway.core import Core
 from services.gateway.fair_line import FairLine
+from services.gateway.keyed_requests import KeyedRequests
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement import Placement
@@ -54,6 +55,7 @@ class GatewayServer:
         instance = instance or generated_instance("gateway")
         self._generations = TenantGenerations(settings.redis_url, instance, secret.block_key, settings.generations_file)
         self.quotas = Quotas(self._generations.client, instance, secret.block_key)
+        self.keyed = KeyedRequests(self._generations.client, secret.request_key, settings.idempotency_window_s)
         self._settings = settings
         self.router = RouterClient(
             settings.routers, secret, ask_timeout_s=settings.ask_timeout_s, silence_s=settings.router_silence_s
@@ -122,7 +124,7 @@ class GatewayServer:
             admission=admission,
             placement=placement,
             tenants=tenants,
-            beginner=Beginner(catalog, pool, placement, tenants, self.quotas, metrics, secret.block_key),
+            beginner=Beginner(catalog, pool, placement, tenants, self.quotas, metrics, self.keyed, secret.block_key),
             metrics=metrics,
             default_deadline_s=settings.default_deadline_s,
         )
@@ -168,6 +170,7 @@ class GatewayServer:
             for result in await asyncio.gather(*self._tasks, return_exceptions=True):
                 if isinstance(result, Exception):
                     _log.error("background_task_failed", error=repr(result))
+            await self.keyed.close()
             await self._generations.close()
             await self.channels.close()
             await self.router.close()

@@ -16,6 +16,8 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from services.gateway.errors import GatewayError, shape_of
 from services.gateway.generation import Generation
+from services.gateway.idempotency import KeyedNames
+from services.gateway.keyed_run import KeyedRun
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.planning import Tenant
 from services.gateway.request import Plan
@@ -26,7 +28,11 @@ _log = structlog.get_logger("gateway.access")
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """State of one client request. Times are monotonic seconds. settle: gives its tenant back what it did not use."""
+    """State of one client request. Times are monotonic seconds. settle: gives its tenant back what it did not use.
+
+    names: what follows from its idempotency key. keyed: its run under the key, where it is the one that runs.
+    is_replay: it reads the answer of another request with the key. created_s: Unix time of the first of them.
+    """
 
     api: str
     request_id: str
@@ -43,9 +49,24 @@ class Session:
     generation: Generation | None = None
     settle: Callable[[], None] | None = None
     end_user: str = ""
+    idempotency_key: str | None = None
+    names: KeyedNames | None = None
+    keyed: KeyedRun | None = None
+    is_replay: bool = False
+    created_s: int = field(default_factory=lambda: int(time.time()))
     first_output_s: float = 0.0
     last_output_s: float = 0.0
     _closed: bool = False
+
+    @property
+    def run_id(self) -> str:
+        """By which routers and workers know it."""
+        return self.keyed.run_id if self.keyed is not None else self.request_id
+
+    @property
+    def answer_id(self) -> str:
+        """By which its answer is known, which a repeat shares."""
+        return self.names.answer_id if self.names is not None else self.request_id
 
     def output_seen(self) -> None:
         """Note that output is on its way to the client."""
@@ -75,6 +96,8 @@ class Session:
             self.generation.close()
         if self.settle is not None:
             self.settle()
+        if self.keyed is not None:
+            self.keyed.end(is_complete=code == OK, is_failed=code not in (OK, CANCELLED))
         self.release()
         # A done callback knows no current span, and the log line must carry the request's.
         with trace.use_span(self.span, end_on_exit=True):
@@ -83,7 +106,7 @@ class Session:
     def _record(self, code: str, error: str) -> None:
         figures = self._figures()
         self.metrics.record_request(api=self.api, model=self.model, code=code, error=error)
-        if self.generation is not None and self.generation.worker_id:
+        if self.generation is not None and self.generation.worker_id and not self.is_replay:
             self.metrics.record_usage(
                 tenant=self.tenant.name,
                 model=self.model,
@@ -112,6 +135,8 @@ class Session:
             model=self.model,
             code=code,
             error=error,
+            run_id=self.run_id,
+            is_replay=self.is_replay,
             worker_id=self.generation.worker_id if self.generation is not None else "",
             prepare_s=round(self.prepare_s, 6),
             total_s=round(time.monotonic() - self.started_s, 6),

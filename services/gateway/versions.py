@@ -47,6 +47,12 @@ def without(views: Views, name: str, digest: bytes) -> Views | None:
     return {**views, name: left} if left else None
 
 
+def only(views: Views, name: str, digest: bytes) -> Views | None:
+    """The views with one version alone of a name; None when the name has it no longer."""
+    left = tuple(version for version in views.get(name, ()) if version.view.digest == digest)
+    return {**views, name: left} if left else None
+
+
 def conversation_key(tenant: str, request: GenerationRequest) -> bytes:
     """What the turns of one conversation have in common, as a hash.
 

@@ -18,6 +18,8 @@ import grpc
 import grpc.aio
 import structlog
 from kvmesh.v1.worker_pb2 import (
+    AttachAttempt,
+    DetachAttempt,
     ServeBatch,
     ServeRequest,
     StartAttempt,
@@ -83,11 +85,19 @@ class Attempt:
         """Have the worker release everything; ends a read in progress. Idempotent."""
         self.break_off(asyncio.CancelledError())
 
-    def break_off(self, end: BaseException) -> bool:
-        """The same, and reads raise `end`; what is unread is dropped. False when it has ended already."""
+    def leave(self, *, complete: bool) -> None:
+        """The same of an attempt that the worker is to keep. complete: it need not compute the rest."""
+        detach = DetachAttempt(key=self.key, complete=complete)
+        self.break_off(asyncio.CancelledError(), ServeRequest(detach=detach))
+
+    def break_off(self, end: BaseException, farewell: ServeRequest | None = None) -> bool:
+        """The same, and reads raise `end`; what is unread is dropped. False when it has ended already.
+
+        farewell: in place of the cancel.
+        """
         if self._end is not None:
             return False
-        self._link.forget(self.key)
+        self._link.forget(self.key, farewell)
         self._unread.clear()
         self.put((), end)
         return True
@@ -136,26 +146,38 @@ class WorkerLink:
 
     def start(self, request: WorkerGenerateRequest, *, deadline_s: float, metadata: Mapping[str, str]) -> Attempt:
         """Begin an attempt. deadline_s: seconds left. metadata: trace context and request id."""
-        key = next(self._keys)
-        attempt = Attempt(self, key)
-        start = StartAttempt(key=key, request=request, deadline_s=deadline_s, metadata=metadata)
+        attempt = Attempt(self, next(self._keys))
+        start = StartAttempt(key=attempt.key, request=request, deadline_s=deadline_s, metadata=metadata)
         message = ServeRequest(start=start)
         if message.ByteSize() > MAX_MESSAGE_BYTES:
             # Sent, it would end the stream, and with it all attempts.
             attempt.put((), AttemptEnded(grpc.StatusCode.INVALID_ARGUMENT, "the request is too large"))
             return attempt
-        if not self._attempts:
-            self._quiet_s, self._looked_at_s = 0.0, time.monotonic()
-        self._attempts[key] = attempt
-        self._starts[key] = message
-        self._wake.set()
+        self._begin(attempt, message)
         return attempt
 
-    def forget(self, key: int) -> None:
-        """Nobody wants this attempt any more. Idempotent, and nothing for one that has ended."""
+    def attach(self, request_id: str, *, metadata: Mapping[str, str]) -> Attempt:
+        """Read an attempt that the worker keeps."""
+        attempt = Attempt(self, next(self._keys))
+        attach = AttachAttempt(key=attempt.key, request_id=request_id, metadata=metadata)
+        self._begin(attempt, ServeRequest(attach=attach))
+        return attempt
+
+    def forget(self, key: int, farewell: ServeRequest | None = None) -> None:
+        """Nobody wants this attempt any more. Idempotent, and nothing for one that has ended.
+
+        farewell: what the worker is told, if not to cancel it.
+        """
         if self._attempts.pop(key, None) is not None and self._starts.pop(key, None) is None and self.is_open:
-            self._cancels.append(ServeRequest(cancel=key))
+            self._cancels.append(farewell or ServeRequest(cancel=key))
             self._wake.set()
+
+    def _begin(self, attempt: Attempt, message: ServeRequest) -> None:
+        if not self._attempts:
+            self._quiet_s, self._looked_at_s = 0.0, time.monotonic()
+        self._attempts[attempt.key] = attempt
+        self._starts[attempt.key] = message
+        self._wake.set()
 
     def close(self) -> None:
         """End the stream, and with it every attempt. Idempotent."""

@@ -99,6 +99,7 @@ class Mesh:
         assert core.placement.line.num_waiting == 0
         assert core.placement.line.num_asking == 0
         assert self.gateway.quotas.num_open == 0
+        assert self.gateway.keyed.num_open == 0
 
     async def wait_idle(self) -> None:
         """Wait until nothing runs anywhere."""

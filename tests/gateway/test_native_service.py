@@ -43,6 +43,20 @@ async def test_generate_from_text(mesh: Mesh) -> None:
         assert [(f.reason, f.stop_string) for f in finishes] == [(FINISH_REASON_STOP, "Paris")]
 
 
+async def test_a_request_id_names_one_request(mesh: Mesh) -> None:
+    mesh.say(ANSWER, pause_s=0.05)
+    request = GenerateRequest(model=MODEL, text="hi", request_id="r2")
+    first = mesh.native.Generate(request)
+    await first.initial_metadata()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await generate(mesh, request)
+    assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    # There is no Redis here to find the first request in, and still no reason to refuse what says that it is a repeat.
+    keyed = mesh.native.Generate(request, metadata=(("idempotency-key", "k"),))
+    assert [message async for message in keyed][-1].WhichOneof("event") == "completed"
+    assert [message async for message in first][-1].WhichOneof("event") == "completed"
+
+
 async def test_generate_from_tokens_without_text(mesh: Mesh) -> None:
     request = GenerateRequest(model=MODEL, token_ids=TokenIds(ids=[1, 2, 3]), return_text=False, max_tokens=4)
     got = await generate(mesh, request)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -91,7 +90,7 @@ class OpenAIService(OpenAIServicer):
             plan, reply_format = begun.plan, begun.reply
             assert reply_format is not None
             vocabulary = self._core.catalog.text_model(plan.model).vocabulary
-            reply = Reply(plan, reply_format, vocabulary, request_id=session.request_id, created_s=int(time.time()))
+            reply = Reply(plan, reply_format, vocabulary, request_id=session.answer_id, created_s=session.created_s)
             if not reply_format.stream:
                 yield HttpBody(content_type=JSON, data=await _whole(session, begun, WholeRenderer(reply), context))
             else:
