@@ -25,6 +25,17 @@ class MoveWishes:
         if _may_ask(request):
             self._wish(request, "short_of_blocks")
 
+    def watch_blocks(self, running: Items[Sequence], num_available: int) -> None:
+        """Ask the last of `running` before it is preempted: when not each of them can have a further block.
+
+        One at a time, for what it leaves may be enough.
+        """
+        if num_available >= len(running) or any(sequence.request.asked_to_move for sequence in running):
+            return
+        last = next((s.request for s in reversed(running[1:]) if _may_ask(s.request)), None)
+        if last is not None:
+            self._wish(last, "short_of_blocks")
+
     def make_room(self, waiting: Request, running: Items[Sequence]) -> None:
         """`waiting` lacks a place or blocks: ask the last of `running`, if that is less urgent. Once for each."""
         if waiting.wanted_room:

@@ -155,6 +155,7 @@ class Scheduler:
             chunks.append(Chunk(sequence, sequence.num_computed, length, draws=length == sequence.num_missing))
             if not budget:
                 break
+        self.moves.watch_blocks(self._running, self._pool.num_available)
         return chunks
 
     def commit(self, chunks: Items[Chunk], tokens: Items[int | None], now: float) -> list[Advance]:

@@ -160,6 +160,25 @@ def test_what_came_later_is_preempted_before_a_held_attempt() -> None:
     assert len(dict(moves(toy))) == len(moves(toy)), "each is asked once"
 
 
+def test_the_last_is_asked_to_move_before_it_is_preempted() -> None:
+    toy = Toy(make_core(20, max_queue_s=100.0), ToyRunner(20))
+    for key in (1, 2, 3):
+        toy.tell(submit(key, [key] * 10, 200))
+    while not moves(toy):
+        toy.run(1)
+    assert toy.core.scheduler.preemptions == 0
+    assert moves(toy) == [(3, "short_of_blocks")]
+    toy.tell(Abort(3))
+    while len(moves(toy)) == 1:
+        toy.run(1)
+    assert toy.core.scheduler.preemptions == 0
+    assert moves(toy)[1:] == [(2, "short_of_blocks")]
+    toy.tell(Abort(2))
+    toy.run()
+    assert len(moves(toy)) == 2, "the last one need not go"
+    assert toy.tokens(1) == expected_tokens((1,) * 10, 200)
+
+
 def test_the_last_less_urgent_attempt_is_asked_to_make_room_once() -> None:
     toy = Toy(make_core(NUM_BLOCKS, max_running=3, max_queue_s=100.0))
     for key, priority in ((1, 2), (2, 3), (3, 3)):

@@ -30,7 +30,7 @@ class _MoveReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveReason
     MOVE_REASON_DRAINING: _MoveReason.ValueType  # 1
     """It is shutting down: what is left at its drain deadline ends with UNAVAILABLE."""
     MOVE_REASON_SHORT_OF_BLOCKS: _MoveReason.ValueType  # 2
-    """Its blocks run out: the attempt would be preempted."""
+    """Its blocks run out: the attempt has been preempted, or may be soon."""
     MOVE_REASON_PRIORITY: _MoveReason.ValueType  # 3
     """A request of a more urgent class waits for its place."""
 
@@ -40,7 +40,7 @@ MOVE_REASON_UNSPECIFIED: MoveReason.ValueType  # 0
 MOVE_REASON_DRAINING: MoveReason.ValueType  # 1
 """It is shutting down: what is left at its drain deadline ends with UNAVAILABLE."""
 MOVE_REASON_SHORT_OF_BLOCKS: MoveReason.ValueType  # 2
-"""Its blocks run out: the attempt would be preempted."""
+"""Its blocks run out: the attempt has been preempted, or may be soon."""
 MOVE_REASON_PRIORITY: MoveReason.ValueType  # 3
 """A request of a more urgent class waits for its place."""
 Global___MoveReason: _TypeAlias = MoveReason  # noqa: Y015
