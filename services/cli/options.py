@@ -17,7 +17,9 @@ class MeshOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    workers: int = Field(1, ge=1, le=1024)
+    workers: int = Field(1, ge=0, le=1024)
+    prefill_workers: int = Field(0, ge=0, le=1024)
+    decode_workers: int = Field(0, ge=0, le=1024)
     kvstores: int = Field(1, ge=0, le=16)
     routers: int = Field(1, ge=1, le=16)
     gateways: int = Field(1, ge=1, le=16)
@@ -38,22 +40,31 @@ class MeshOptions(BaseModel):
     start_timeout_s: float = Field(180.0, gt=0)
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """Of each worker, in the order of their numbers."""
+        return ("both",) * self.workers + ("prefill",) * self.prefill_workers + ("decode",) * self.decode_workers
+
+    @property
     def fair_threads(self) -> int:
         """Compute threads of each worker when nothing else says: the cores shared out."""
-        return max(1, (os.cpu_count() or 1) // self.workers)
+        return max(1, (os.cpu_count() or 1) // len(self.roles))
 
 
 def mesh_options(**values: object) -> MeshOptions:
     """Checked options; absent (None) values take their defaults. Raises CliError naming the option."""
     given = {name: value for name, value in values.items() if value is not None}
+    if {"prefill_workers", "decode_workers"} & given.keys():
+        given.setdefault("workers", 0)
     try:
         options = MeshOptions(**given)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0]).replace("_", "-")
         raise CliError(f"--{name}={first['input']!r}: {first['msg']}") from None
-    if options.workers < len(options.models):
-        raise CliError(f"--workers={options.workers}: fewer than the {len(options.models)} models")
+    if options.workers + options.decode_workers < 1:
+        raise CliError(f"--workers={options.workers}: no worker would answer, those for prompts aside")
+    if len(options.roles) < len(options.models):
+        raise CliError(f"--workers={len(options.roles)}: fewer than the {len(options.models)} models")
     return options
 
 

@@ -91,7 +91,7 @@ class Planner:
         routers = [
             self._service("router", one, redis_url, *_flag("policy", options.policy)) for one in range(options.routers)
         ]
-        workers = [self._service("worker", one, redis_url, *self._worker(one)) for one in range(options.workers)]
+        workers = [self._service("worker", one, redis_url, *self._worker(one)) for one in range(len(options.roles))]
         gateways = [
             self._service("gateway", one, redis_url, *self._gateway(one, routers)) for one in range(options.gateways)
         ]
@@ -144,6 +144,7 @@ class Planner:
         options, model = self._options, self._models[number % len(self._models)]
         return (
             *_flag("model", f"{model.name}={model.path}"),
+            *_flag("role", None if options.roles[number] == "both" else options.roles[number]),
             *_flag("engine", options.engine),
             *_flag("device", options.device),
             *_flag("dtype", options.dtype),

@@ -63,7 +63,7 @@ def admissible(
     in_time = _expected_ttft_s(rows, costs, idle, forecast.margin) <= limit_s
     if not in_time.any():
         return _too_late(costs, limit_s, forecast)
-    keeps_pace = _keeps_pace(ask, rows, costs, config) | idle | ask.resumes
+    keeps_pace = paced(ask, rows, costs, config)
     able = in_time & keeps_pace
     queue_limit_s = config.max_queue_s * config.queue_shares.get(ask.priority, 1.0)
     below = idle | (costs.queue_s <= queue_limit_s)
@@ -73,6 +73,12 @@ def admissible(
     elsewhere_s = costs.predicted_ttft_s[has_room].min() if has_room.any() else 0.0
     admitted: BoolArray = able & (below | (costs.predicted_ttft_s < elsewhere_s))
     return admitted if admitted.any() else _full(costs, able, queue_limit_s, forecast)
+
+
+def paced(ask: Ask, rows: WorkerRows, costs: Costs, config: AdmissionConfig) -> BoolArray:
+    """The candidates that would decode fast enough with the request, for it and for all that they have."""
+    result: BoolArray = _keeps_pace(ask, rows, costs, config) | _is_idle(rows) | ask.resumes
+    return result
 
 
 def _is_idle(rows: WorkerRows) -> BoolArray:

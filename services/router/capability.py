@@ -13,12 +13,13 @@ from services.router.workers import WorkerTable
 ANYTHING = Requirements()
 
 
-def candidates(ask: Ask, table: WorkerTable, present: Present, model: int) -> Selection:
+def candidates(ask: Ask, table: WorkerTable, present: Present, model: int, *, whole: bool = True) -> Selection:
     """Workers of that model that take requests and have, when idle, room for the prompt and its whole output.
 
-    Output is bounded for each choice; choices that do not fit together are run one after another.
+    Output is bounded for each choice; choices that do not fit together are run one after another. whole: those that do
+    all of a request; otherwise those that compute prompts only, which have that room too, should nobody take over.
     """
-    workers = present.of_model(model, table.rows)
+    workers = present.of_model(model, table.rows, whole=whole)
     tokens = ask.prompt_tokens + max(1, -(-ask.max_output_tokens // max(1, ask.num_choices)))
     fits_all = tokens <= workers.least_context and -(-tokens // workers.least_block_tokens) <= workers.least_blocks
     if fits_all and not ask.excluded_workers and ask.requires == ANYTHING:

@@ -94,7 +94,9 @@ class Decisions:
         waiting = self.gateway_queues.total(ask.model, now_s)
         answer = self._placer.place(ask, now_s, index_usable=index_usable, waiting_tokens=waiting.prompt_tokens)
         if isinstance(answer, Placement):
-            self._enter(ask, answer, opened, now_s)
+            self._enter(ask, ask.id, answer, opened, now_s)
+            if answer.handoff is not None:
+                self._enter(ask, ask.id.handoff, answer.handoff, opened, now_s)
         self.pools.answered(ask, answer, now_s)
         self._metrics.decided(answer, perf_counter() - began_s, priority=ask.priority)
         self.explanations.decided(ask, answer, self.table.by_row, now_s)
@@ -155,11 +157,13 @@ class Decisions:
         known = self.replica.locations.get(location)
         return known.num_blocks if known else 0
 
-    def _enter(self, ask: Ask, placement: Placement, opened: OpenAttempts, now_s: float) -> None:
-        pending = PendingAttempt.of(placement, now_s, priority=ask.priority, tpot_s=ask.tpot_objective_s)
-        self.table.grant(placement.worker_id, ask.id, pending)
-        self.outbox.put(GrantedNews(placement.worker_id, placement.worker_epoch, ask.id, pending))
-        opened[ask.id] = OpenAttempt(
+    def _enter(self, ask: Ask, attempt: AttemptId, placement: Placement, opened: OpenAttempts, now_s: float) -> None:
+        # The pace is a promise of whoever has most of the output.
+        tpot_s = 0.0 if placement.handoff else ask.tpot_objective_s
+        pending = PendingAttempt.of(placement, now_s, priority=ask.priority, tpot_s=tpot_s)
+        self.table.grant(placement.worker_id, attempt, pending)
+        self.outbox.put(GrantedNews(placement.worker_id, placement.worker_epoch, attempt, pending))
+        opened[attempt] = OpenAttempt(
             placement.worker_id, placement.policy, placement.prediction, max(1, ask.num_choices)
         )
         if len(opened) > MAX_OPEN_ATTEMPTS:

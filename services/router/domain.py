@@ -27,6 +27,11 @@ class AttemptId:
     def __str__(self) -> str:
         return f"{self.request_id}/{self.attempt}"
 
+    @property
+    def handoff(self) -> AttemptId:
+        """The second part of a request whose first part this is."""
+        return AttemptId(self.request_id, self.attempt + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
@@ -60,6 +65,8 @@ class Ask:
     tpot_objective_s: float = 0.0
     requires: Requirements = Requirements()
     resumes: bool = False
+    # The gateway knows what to do with a placement that has a handoff.
+    can_hand_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +175,7 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class PullRun:
     """Blocks [first_block, first_block + num_blocks) of the prompt, from one holder; the last num_ssd_blocks of them
-    are on its SSD.
+    are on its SSD. wait_s: more than 0 where the holder is about to compute them, see PullStep.
     """
 
     kind: str
@@ -179,6 +186,7 @@ class PullRun:
     first_block: int
     num_blocks: int
     num_ssd_blocks: int = 0
+    wait_s: float = 0.0
 
     @property
     def holder(self) -> str:
@@ -230,7 +238,8 @@ class Placement:
 
     prefill_tokens, prefill_pairs, num_blocks: what the decision assumes that the worker will compute, and take from
     its pool. work_s: the time that this takes it, with the output's part of its steps; prefill_s: without.
-    pulled_bytes: what it will pull, by holder.
+    pulled_bytes: what it will pull, by holder. handoff: the second part of a request whose first part this is; its
+    predicted_ttft_s is when it will be prepared.
     """
 
     worker_id: WorkerId
@@ -249,3 +258,5 @@ class Placement:
     prefill_pairs: float = 0.0
     work_s: float = 0.0
     prefill_s: float = 0.0
+    block_bytes: int = 0
+    handoff: Placement | None = None

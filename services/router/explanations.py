@@ -61,6 +61,8 @@ class Decision:
     policy: str = ""
     local_blocks: int = 0
     pulled_blocks: int = 0
+    # Who takes over once `worker_id` has computed the prompt; "" where one worker does all.
+    handoff_worker_id: str = ""
     predicted_ttft_s: float = 0.0
     predicted_tpot_s: float = 0.0
     candidates: Candidates | None = None
@@ -91,8 +93,8 @@ class Explanations:
     def ended(self, attempt: AttemptId, ended: Ended) -> None:
         """A gateway has closed an attempt; unknown ones are ignored."""
         for decision in reversed(self._requests.get(attempt.request_id, ())):
-            if decision.id == attempt:
-                decision.ended = ended
+            if attempt == decision.id or (decision.handoff_worker_id and attempt == decision.id.handoff):
+                decision.ended = ended if decision.ended is None else _joined(decision.ended, ended)
                 return
 
     def of(self, request_id: str) -> list[Decision]:
@@ -105,6 +107,13 @@ class Explanations:
         return found
 
 
+def _joined(one: Ended, other: Ended) -> Ended:
+    """Of both parts of a request that was handed over; whatever went wrong is said."""
+    outcome = one.outcome if other.outcome == "ok" else other.outcome
+    ttft_s, tpot_s = max(one.ttft_s, other.ttft_s), max(one.tpot_s, other.tpot_s)
+    return Ended(outcome, ttft_s, tpot_s, one.output_tokens + other.output_tokens)
+
+
 def _decision(ask: Ask, answer: Placement | Refused, names: Mapping[int, WorkerId], now_s: float) -> Decision:
     asked = (ask.id, now_s, ask.model, ask.model_digest, ask.prompt_tokens, len(ask.block_ids))
     if isinstance(answer, Refused):
@@ -115,8 +124,9 @@ def _decision(ask: Ask, answer: Placement | Refused, names: Mapping[int, WorkerI
         policy=answer.policy,
         local_blocks=answer.local_blocks,
         pulled_blocks=sum(run.num_blocks for run in answer.pull_plan),
+        handoff_worker_id=answer.handoff.worker_id if answer.handoff else "",
         predicted_ttft_s=answer.predicted_ttft_s,
-        predicted_tpot_s=answer.predicted_tpot_s,
+        predicted_tpot_s=(answer.handoff or answer).predicted_tpot_s,
         candidates=_best(answer.explanation, names),
     )
 

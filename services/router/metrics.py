@@ -28,6 +28,10 @@ class RouterMetrics:
         self._pulled = meter.create_counter(
             "kvmesh_router_planned_pull_blocks", description="Blocks in granted pull plans, by kind of holder."
         )
+        self._handoffs = meter.create_counter(
+            "kvmesh_router_handoffs_planned",
+            description="Grants of a worker for the prompt and another for the output.",
+        )
         self._closed = meter.create_counter(
             "kvmesh_router_attempts_closed", description="Attempts that gateways closed, by policy and outcome."
         )
@@ -57,7 +61,9 @@ class RouterMetrics:
             self._decisions.add(1, {"policy": "none", "outcome": answer.reason.value, "class": kind})
         else:
             self._decisions.add(1, {"policy": answer.policy, "outcome": "granted", "class": kind})
-            for run in answer.pull_plan:
+            if answer.handoff is not None:
+                self._handoffs.add(1)
+            for run in (*answer.pull_plan, *(answer.handoff.pull_plan if answer.handoff else ())):
                 self._pulled.add(run.num_blocks, {"kind": run.kind})
         self._seconds.record(seconds)
 

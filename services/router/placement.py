@@ -11,22 +11,37 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.running_mean import RunningMean
-from services.router.admission import RETRY_S, AdmissionConfig, Forecast, admissible
+from services.router.admission import RETRY_S, AdmissionConfig, Forecast, admissible, paced
 from services.router.calibration import Calibration
 from services.router.capability import candidates as able_candidates
 from services.router.domain import Ask, Explanation, Placement, Prediction, PullRun, RefusalReason, Refused, WorkerId
-from services.router.holders import Holders, Source, pull_run
+from services.router.handoff import (
+    MAX_DECODE,
+    MAX_PREFILL,
+    Pair,
+    Side,
+    alone_s,
+    best_pair,
+    decode_part_s,
+    handed_over,
+    prefill_part_s,
+    shortlist,
+)
+from services.router.holders import Holders, Holding, Source, pull_run
 from services.router.lateness import Lateness
 from services.router.policies import POLICIES, Policy
 from services.router.policies.costs import Costs, estimate
 from services.router.policies.pulls import NO_SOURCE, PullPlans
-from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView, rendezvous
+from services.router.policies.view import FloatArray, PolicyRequest, PolicyView, rendezvous
+from services.router.roll_call import Present
 from services.router.worker_rows import Selection
 from services.router.workers import WorkerTable
 
 # Blocks of a prompt that say where requests like it go when nothing else does.
 PREFIX_BLOCKS = 8
 _FIRST_OUTPUT_TOKENS = 128.0
+# Others do not count in seconds, in which a pair is compared with a worker that does all.
+_PAIRING_POLICY = "predicted_ttft"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,18 @@ class PlacementConfig:
     policy: str
     admission: AdmissionConfig
     degraded_policy: str = "prefix_hash"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """An ask with what is known of it and of the mesh at this moment."""
+
+    ask: Ask
+    request: PolicyRequest
+    holding: Holding
+    present: Present
+    model: int
+    now_s: float
 
 
 class Placer:
@@ -79,27 +106,22 @@ class Placer:
         self._sequence += 1
         policy = ask.policy or (self._config.policy if index_usable else self._config.degraded_policy)
         request = self._request(ask, candidates, now_s)
-        holding = self._holders.find(ask.block_ids)
-        local_blocks = np.minimum(self._holders.lengths(holding, candidates.at), request.usable_blocks)
+        asked = _Asked(ask, request, self._holders.find(ask.block_ids), present, model, now_s)
+        side = self._side(asked, candidates)
+        local_blocks = side.view.local_blocks
         if request.usable_blocks:
             self.reuse.update(float(local_blocks[local_blocks.argmax()]) / request.usable_blocks)
-        sources = self._holders.sources(
-            holding, candidates, present.givers, local_blocks=local_blocks, turn=self._sequence
-        )
-        pressure = self._table.pressure(candidates, now_s, reuse=self.reuse.value)
-        rows, correction = self._table.rows.pick(candidates), self._calibrations[model].correction
-        view = PolicyView(rows, local_blocks, self._holders.arrays(sources, candidates), pressure, correction)
-        costs = estimate(request, view)
-        backlog_s = waiting_tokens * self.computed_share.value / view.rows["prefill_tokens_per_s"].sum()
+        backlog_s = waiting_tokens * self.computed_share.value / side.view.rows["prefill_tokens_per_s"].sum()
         forecast = Forecast(self.lateness.factor, float(backlog_s))
-        admitted = admissible(ask, view.rows, costs, self._config.admission, forecast)
+        admitted = admissible(ask, side.view.rows, side.costs, self._config.admission, forecast)
+        pair = self._pair(asked, side, forecast) if policy == _PAIRING_POLICY else None
         if isinstance(admitted, Refused):
-            return admitted
-        scores = np.where(admitted, self._policies[policy](request, view, costs), np.inf)
-        chosen = _lowest(scores, view, request)
-        runs = _runs(costs.pull, sources, chosen, int(local_blocks[chosen]))
-        self.computed_share.update(int(costs.prefill_tokens[chosen]) / ask.prompt_tokens)
-        return self._placement(candidates.rows, view, costs, scores, chosen, runs, policy)
+            return admitted if pair is None else self._handed_over(asked, side, pair, policy)
+        scores = np.where(admitted, self._policies[policy](request, side.view, side.costs), np.inf)
+        chosen = _lowest(scores, side.view, request)
+        if pair is not None and pair.score < alone_s(side)[chosen]:
+            return self._handed_over(asked, side, pair, policy)
+        return self._counted(ask, self._placement(asked, side, scores, chosen, policy))
 
     def learn(self, worker_id: WorkerId, prediction: Prediction, now_s: float, *, ttft_s: float, tpot_s: float) -> None:
         """An attempt has ended; 0 for a time that it did not have."""
@@ -146,20 +168,65 @@ class Placer:
             priority=ask.priority,
         )
 
-    def _placement(
-        self,
-        candidates: IntArray,
-        view: PolicyView,
-        costs: Costs,
-        scores: FloatArray,
-        chosen: int,
-        runs: list[PullRun],
-        policy: str,
-    ) -> Placement:
-        worker_id = self._table.by_row[int(candidates[chosen])]
+    def _counted(self, ask: Ask, placement: Placement) -> Placement:
+        self.computed_share.update(placement.prefill_tokens / ask.prompt_tokens)
+        return placement
+
+    def _side(self, asked: _Asked, candidates: Selection) -> Side:
+        """What the request would cost each of some workers."""
+        request, holding = asked.request, asked.holding
+        local_blocks = np.minimum(self._holders.lengths(holding, candidates.at), request.usable_blocks)
+        sources = self._holders.sources(
+            holding, candidates, asked.present.givers, local_blocks=local_blocks, turn=self._sequence
+        )
+        pressure = self._table.pressure(candidates, asked.now_s, reuse=self.reuse.value)
+        rows, correction = self._table.rows.pick(candidates), self._calibrations[asked.model].correction
+        view = PolicyView(rows, local_blocks, self._holders.arrays(sources, candidates), pressure, correction)
+        return Side(candidates.rows, view, estimate(request, view), sources)
+
+    def _pair(self, asked: _Asked, decode: Side, forecast: Forecast) -> Pair | None:
+        """The best pair of a worker that computes prompts and one that does all, where there are any."""
+        ask, request = asked.ask, asked.request
+        if not ask.can_hand_off or ask.resumes:
+            return None
+        able = able_candidates(ask, self._table, asked.present, asked.model, whole=False)
+        if not len(able.rows):
+            return None
+        prefill = self._side(asked, able)
+        may = admissible(ask, prefill.view.rows, prefill.costs, self._config.admission, forecast)
+        if isinstance(may, Refused):
+            return None
+        keeps_pace = paced(ask, decode.view.rows, decode.costs, self._config.admission)
+        firsts = shortlist(prefill_part_s(prefill), may & prefill.view.rows["serves_pulls"], MAX_PREFILL)
+        seconds = shortlist(decode_part_s(request, decode), keeps_pace, MAX_DECODE)
+        first_rows, second_rows = prefill.rows[firsts], decode.rows[seconds]
+        names = [self._table.workers[self._table.by_row[row]].record.life for row in first_rows.tolist()]
+        hosts = self._table.rows["host"]
+        links = self._table.links
+        return best_pair(
+            request,
+            prefill,
+            decode,
+            firsts=firsts,
+            seconds=seconds,
+            links=links.links(second_rows, names, hosts[second_rows][:, None] == hosts[first_rows]),
+            queue_bytes=links.queue_bytes(names),
+        )
+
+    def _handed_over(self, asked: _Asked, decode: Side, pair: Pair, policy: str) -> Placement:
+        first = self._placement(asked, pair.first, pair.prefill_scores, pair.prefill, policy)
+        second = self._placement(asked, decode, pair.decode_scores, pair.decode, policy)
+        worker, blocks = self._table.workers[first.worker_id], asked.request.usable_blocks
+        giver = Source(worker.record, worker.row, blocks, blocks)
+        return self._counted(asked.ask, handed_over(first, second, giver, asked.request, pair))
+
+    def _placement(self, asked: _Asked, side: Side, scores: FloatArray, chosen: int, policy: str) -> Placement:
+        view, costs = side.view, side.costs
+        worker_id = self._table.by_row[int(side.rows[chosen])]
         worker = self._table.workers[worker_id]
         identity = worker.identity
         assert identity is not None
+        runs = _runs(costs.pull, side.sources, chosen, int(view.local_blocks[chosen]))
         tokens = int(costs.prefill_tokens[chosen])
         return Placement(
             worker_id=worker_id,
@@ -173,11 +240,12 @@ class Placer:
             num_blocks=-(-tokens // identity.block_tokens) + sum(run.num_blocks for run in runs),
             pulled_bytes=tuple((run.holder, float(run.num_blocks * identity.block_bytes)) for run in runs),
             policy=policy,
-            explanation=Explanation(candidates, scores, costs.terms(), chosen),
+            explanation=Explanation(side.rows, scores, costs.terms(), chosen),
             prediction=_prediction(view, costs, chosen),
             prefill_pairs=float(costs.prefill_pairs[chosen]),
             work_s=float(costs.work_s[chosen]),
             prefill_s=float(costs.prefill_s[chosen]),
+            block_bytes=identity.block_bytes,
         )
 
 

@@ -43,14 +43,14 @@ class Present:
     suspects: frozenset[int]
     since_s: float
     until_s: float
-    _by_model: dict[int, ModelWorkers] = field(default_factory=dict)
+    _by_model: dict[tuple[int, bool], ModelWorkers] = field(default_factory=dict)
 
-    def of_model(self, model: int, rows: WorkerRows) -> ModelWorkers:
-        """Those of a model; rows: all, as they were when this was made."""
-        found = self._by_model.get(model)
+    def of_model(self, model: int, rows: WorkerRows, *, whole: bool = True) -> ModelWorkers:
+        """Those of a model that do all of a request, or those that do not; rows: as they were when this was made."""
+        found = self._by_model.get((model, whole))
         if found is None:
-            able = self.serving & (rows["model"] == model) & (model >= 0) & rows["runs_whole"]
-            found = self._by_model[model] = _workers_of(np.flatnonzero(able), rows)
+            able = self.serving & (rows["model"] == model) & (model >= 0) & (rows["runs_whole"] == whole)
+            found = self._by_model[model, whole] = _workers_of(np.flatnonzero(able), rows)
         return found
 
 

@@ -142,6 +142,7 @@ def _ask_of(message: router_pb2.Ask) -> Ask:
         tpot_objective_s=max(0.0, message.objectives.tpot_s),
         requires=Requirements(message.requires.dtype, message.requires.device, message.requires.adapter),
         resumes=message.resumes,
+        can_hand_off=message.can_hand_off,
     )
 
 
@@ -159,8 +160,21 @@ def _grant(message: router_pb2.Ask, placement: Placement) -> router_pb2.Grant:
         pull_plan=[_pull_step(run) for run in placement.pull_plan],
         local_blocks=placement.local_blocks,
         predicted_ttft_s=placement.predicted_ttft_s,
-        predicted_tpot_s=placement.predicted_tpot_s,
+        predicted_tpot_s=(placement.handoff or placement).predicted_tpot_s,
         policy=placement.policy,
+        handoff=None if placement.handoff is None else _handoff(message, placement.handoff),
+    )
+
+
+def _handoff(message: router_pb2.Ask, second: Placement) -> router_pb2.Handoff:
+    return router_pb2.Handoff(
+        attempt=AttemptId(message.request_id, message.attempt).handoff.attempt,
+        worker_id=second.worker_id,
+        worker_epoch=second.worker_epoch,
+        worker_address=second.worker_address,
+        pull_plan=[_pull_step(run) for run in second.pull_plan],
+        local_blocks=second.local_blocks,
+        predicted_s=second.predicted_ttft_s,
     )
 
 
@@ -174,6 +188,7 @@ def _pull_step(run: PullRun) -> common_pb2.PullStep:
         first_block=run.first_block,
         num_blocks=run.num_blocks,
         num_ssd_blocks=run.num_ssd_blocks,
+        wait_s=run.wait_s,
     )
 
 

@@ -127,7 +127,7 @@ class WorkerTable:
             worker.row,
             model=self._models.setdefault((identity.model, identity.model_digest), len(self._models)),
             context_length=identity.context_length,
-            runs_whole=identity.role == "both",
+            runs_whole=identity.role != "prefill",
             block_tokens=max(1, identity.block_tokens),
             block_bytes=max(1, identity.block_bytes),
             total_blocks=identity.total_blocks,

@@ -60,6 +60,10 @@ class WorkerSettings(ServiceSettings):
     )
     sim_speed: float = Field(1.0, gt=0, description="Of a simulated worker: everything happens so many times as fast.")
     sim_version: str = Field("", description="Of a simulated worker: tells versions of one artifact apart.")
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both",
+        description="prefill: only compute prompts, for workers that take over; decode: take over, or do all.",
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
     dtype: ComputeDtype = Field("bfloat16", description="Of weights, activations and KV cache.")
     weight_dtype: WeightDtype = Field(

@@ -27,6 +27,11 @@ from services.worker.messages import Configure, EngineFailed, EngineReady, FromE
 from services.worker.mover_messages import FromMoverToFront, MoverReady
 
 _MOVER_TIMEOUT_S = 30.0
+_ROLES = {
+    "both": worker_pb2.WORKER_ROLE_BOTH,
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+}
 T = TypeVar("T")
 
 
@@ -113,7 +118,7 @@ def identity_proto(replica: Replica, settings: WorkerSettings) -> worker_pb2.Wor
         decode_step_s=ready.decode_step_s,
         step_token_budget=settings.step_token_budget,
         max_running_requests=settings.max_running,
-        role=worker_pb2.WORKER_ROLE_BOTH,
+        role=_ROLES[settings.role],
         device=settings.device,
     )
 

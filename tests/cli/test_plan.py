@@ -47,6 +47,15 @@ def test_models_are_shared_out_over_the_workers() -> None:
     assert models == ["a=/a.gguf", "b=/b.gguf", "a=/a.gguf"]
 
 
+def test_pools_are_workers_with_roles() -> None:
+    workers = [
+        spec for spec in made(workers=None, prefill_workers=1, decode_workers=2).processes if spec.kind == "worker"
+    ]
+    roles = [spec.command[spec.command.index("--role") + 1] for spec in workers]
+    assert roles == ["prefill", "decode", "decode"]
+    assert not any("--role" in spec.command for spec in made(workers=2).processes)
+
+
 def test_gateways_know_every_router_and_begin_with_different_ones() -> None:
     plan = made(routers=2, gateways=3)
     a, b = [spec.address for spec in plan.processes if spec.kind == "router"]
@@ -86,6 +95,7 @@ def test_only_what_is_said_becomes_a_flag() -> None:
     ("values", "named"),
     [
         ({"workers": 0}, "--workers=0"),
+        ({"workers": None, "prefill_workers": 2}, "--workers=0"),
         ({"device": "tpu"}, "--device='tpu'"),
         ({"http_port": 70_000}, "--http-port=70000"),
         ({"models": ("a", "b")}, "--workers=1: fewer than the 2 models"),

@@ -40,7 +40,7 @@ def can_finish(identity: Identity, prompt: int, output: int, requires: Requireme
     return (
         total <= identity.context_length
         and -(-total // 16) <= identity.total_blocks
-        and identity.role == "both"
+        and identity.role != "prefill"
         and requires.dtype in ("", identity.dtype)
         and requires.device in ("", identity.device)
         and (not requires.adapter or requires.adapter in identity.adapters)

@@ -400,6 +400,7 @@ class DecisionRecord(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     TPOT_S_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    HANDOFF_WORKER_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     age_s: _builtins.float
@@ -426,6 +427,9 @@ class DecisionRecord(_message.Message):
     ttft_s: _builtins.float
     tpot_s: _builtins.float
     output_tokens: _builtins.int
+    """Of both parts, where there are two."""
+    handoff_worker_id: _builtins.str
+    """Of a grant with a handoff: who takes over once worker_id has computed the prompt."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """The best of them, best first."""
@@ -455,10 +459,11 @@ class DecisionRecord(_message.Message):
         ttft_s: _builtins.float = ...,
         tpot_s: _builtins.float = ...,
         output_tokens: _builtins.int = ...,
+        handoff_worker_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "candidates", b"candidates", "detail", b"detail", "local_blocks", b"local_blocks", "model", b"model", "model_digest", b"model_digest", "num_candidates", b"num_candidates", "outcome", b"outcome", "output_tokens", b"output_tokens", "policy", b"policy", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "pulled_blocks", b"pulled_blocks", "refusal", b"refusal", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "candidates", b"candidates", "detail", b"detail", "handoff_worker_id", b"handoff_worker_id", "local_blocks", b"local_blocks", "model", b"model", "model_digest", b"model_digest", "num_candidates", b"num_candidates", "outcome", b"outcome", "output_tokens", b"output_tokens", "policy", b"policy", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "pulled_blocks", b"pulled_blocks", "refusal", b"refusal", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -123,6 +123,7 @@ class Ask(_message.Message):
     OBJECTIVES_FIELD_NUMBER: _builtins.int
     REQUIRES_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
+    CAN_HAND_OFF_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """1 for the first assignment of a request; raised for each further one."""
@@ -150,6 +151,8 @@ class Ask(_message.Message):
     """The request was accepted before and goes on elsewhere: prompt_tokens and block_ids cover its known output too,
     max_output_tokens what is left. It is never refused for an objective.
     """
+    can_hand_off: _builtins.bool
+    """The gateway knows what to do with a grant that has a handoff."""
     @_builtins.property
     def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers not to be chosen: they failed or refused this request."""
@@ -182,10 +185,11 @@ class Ask(_message.Message):
         objectives: _common_pb2.Objectives | None = ...,
         requires: Global___Requirements | None = ...,
         resumes: _builtins.bool = ...,
+        can_hand_off: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["objectives", b"objectives", "requires", b"requires"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "deadline_s", b"deadline_s", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "num_choices", b"num_choices", "objectives", b"objectives", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "requires", b"requires", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "can_hand_off", b"can_hand_off", "deadline_s", b"deadline_s", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "num_choices", b"num_choices", "objectives", b"objectives", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "requires", b"requires", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -414,7 +418,7 @@ class Handoff(_message.Message):
     LOCAL_BLOCKS_FIELD_NUMBER: _builtins.int
     PREDICTED_S_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
-    """Attempt number of this part: closed by a Done of its own."""
+    """Attempt number of this part, the one after the grant's: closed by a Done of its own."""
     worker_id: _builtins.str
     worker_epoch: _builtins.int
     worker_address: _builtins.str

@@ -54,6 +54,8 @@ def _print(router: str, record: pb.DecisionRecord) -> None:
         f"  {record.worker_id} of {record.num_candidates} by {record.policy}; of {record.prompt_blocks} blocks "
         f"{record.local_blocks} are there and {record.pulled_blocks} were to be pulled"
     )
+    if record.handoff_worker_id:
+        typer.echo(f"  {record.handoff_worker_id} takes over once the prompt has been computed")
     typer.echo(f"  TTFT: {_against(record.predicted_ttft_s, record.ttft_s)}")
     typer.echo(f"  TPOT: {_against(record.predicted_tpot_s, record.tpot_s)}")
     typer.echo(f"  outcome: {record.outcome or 'still open'}, {record.output_tokens} output tokens")

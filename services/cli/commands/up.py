@@ -23,7 +23,13 @@ _DOWN_TIMEOUT_S = 90.0
 
 
 def up(
-    workers: Annotated[int | None, typer.Option(help="Model replicas. (default: 1)")] = None,
+    workers: Annotated[int | None, typer.Option(help="Model replicas. (default: 1; 0 beside the next two)")] = None,
+    prefill_workers: Annotated[
+        int | None, typer.Option(help="Replicas that compute prompts for others. (default: 0)")
+    ] = None,
+    decode_workers: Annotated[
+        int | None, typer.Option(help="Replicas that take over from those, or do all by themselves. (default: 0)")
+    ] = None,
     kvstores: Annotated[int | None, typer.Option(help="Nodes of the KV tier. (default: 1)")] = None,
     routers: Annotated[int | None, typer.Option(help="Router replicas. (default: 1)")] = None,
     gateways: Annotated[int | None, typer.Option(help="Gateway replicas. (default: 1)")] = None,
@@ -71,6 +77,8 @@ def up(
     """Start a mesh on this machine."""
     options = mesh_options(
         workers=workers,
+        prefill_workers=prefill_workers,
+        decode_workers=decode_workers,
         kvstores=kvstores,
         routers=routers,
         gateways=gateways,

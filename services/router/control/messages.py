@@ -32,6 +32,7 @@ def decision_record(decision: Decision, now_s: float) -> control_pb2.DecisionRec
         policy=decision.policy,
         local_blocks=decision.local_blocks,
         pulled_blocks=decision.pulled_blocks,
+        handoff_worker_id=decision.handoff_worker_id,
         predicted_ttft_s=decision.predicted_ttft_s,
         predicted_tpot_s=decision.predicted_tpot_s,
     )

@@ -24,7 +24,7 @@ WORKER_ROW = np.dtype(
         ("draining", np.bool_),
         # By an operator, until the worker starts anew.
         ("drained", np.bool_),
-        # Prefills and decodes, so that it can finish a request alone.
+        # Prefills and decodes, so that it can finish a request alone; others compute prompts for those that do.
         ("runs_whole", np.bool_),
         # Others can pull blocks from it: a simulated worker has nothing to give.
         ("serves_pulls", np.bool_),
