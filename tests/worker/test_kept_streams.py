@@ -157,6 +157,8 @@ async def test_a_drain_does_not_wait_for_what_nobody_reads(worker: WorkerProcess
     stream, reader = Stream(worker), Stream(worker)
     await stream.start(1, prompt(20, 1), 3000, request_id="f", keep_s=30.0)
     await stream.start(2, prompt(20, 2), TOKENS, request_id="g", keep_s=30.0)
+    # What two streams say is taken in any order.
+    await stream.read_until(lambda: 2 in stream.events)
     await attach(reader, 1, "g")
     await reader.read_until(lambda: 1 in reader.events)
     stream.call.cancel()
