@@ -123,6 +123,7 @@ class Beginner:
         use = _Use(self.quotas, await self._charge(session, plan), plan)
         session.settle = use.settle
         if session.keyed is not None:
+            use.is_kept = True
             session.keyed.begin(plan.model, plan.model_digest, len(plan.prompts))
         session.generation = use.generation = self._generation(plan, self._streams(session, plan))
         events = await session.generation.read()
@@ -139,10 +140,18 @@ class Beginner:
         if prepared.plan.sampling.num_logprobs is not None and any(place.is_resumed for place in claim.places):
             raise AnswerNotKept("log probabilities of the answer were lost with a worker")
         streams = self._streams(session, prepared.plan)
-        session.generation = self._generation(prepared.plan, streams)
         assert session.names is not None
-        for index, (stream, place) in enumerate(zip(streams, claim.places, strict=True)):
-            await stream.attach(_prompt_id(run_id(session.names, claim), prepared.plan, index), place)
+        run = run_id(session.names, claim)
+        try:
+            for index, (stream, place) in enumerate(zip(streams, claim.places, strict=True)):
+                await stream.attach(_prompt_id(run, prepared.plan, index), place)
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        # A generation reads from its streams by itself.
+        session.generation = self._generation(prepared.plan, streams)
+        session.replay_of = run
         return Begun(prepared.plan, prepared.reply, session.generation, await session.generation.read())
 
     async def _prepare(self, session: Session, job: Job) -> Prepared:
@@ -215,22 +224,29 @@ class Beginner:
 
 @dataclass(slots=True)
 class _Use:
-    """What a request was charged and what it has used. is_taken: a worker has taken it."""
+    """What a request was charged and what it has used.
+
+    is_taken: a worker has taken it. is_kept: it goes on when its caller leaves.
+    """
 
     quotas: Quotas
     charge: Charge | None
     plan: Plan
     generation: Generation | None = None
     is_taken: bool = False
+    is_kept: bool = False
 
     def settle(self) -> None:
         """Replace the estimate; once."""
         charge, self.charge = self.charge, None
         if charge is None:
             return
-        used_tokens = 0
+        used_tokens = 0.0
         if self.is_taken and self.generation is not None:
             used_tokens = self.plan.prompt_tokens + self.generation.usage().output_tokens
+            if self.is_kept and not self.generation.is_over:
+                # It goes on without its caller, who may come back for the rest and is not charged again.
+                used_tokens = max(used_tokens, charge.tokens)
         self.quotas.settle(charge, used_tokens)
 
 

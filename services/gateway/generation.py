@@ -93,6 +93,11 @@ class Generation:
                 return events
         return []
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all of its prompts have been answered."""
+        return not self._left
+
     def usage(self) -> Usage:
         """Tokens of the request so far; final at its end."""
         cached = CachedTokens()

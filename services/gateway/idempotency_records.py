@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
+from opentelemetry import metrics
 
 from services.common.keys import KeySpace
 from services.common.lua import LuaScript
@@ -23,6 +24,10 @@ from services.common.redis_client import REDIS_ERRORS, RedisClient
 LEASE_S = 3.0
 _ANSWER_S = 0.25
 _PAUSE_S = 1.0
+_failures = metrics.get_meter("kvmesh.gateway").create_counter(
+    "kvmesh_gateway_keyed_record_failures",
+    description="Records of idempotency keys not read or written, as Redis did not answer or another run had them.",
+)
 _CLAIM, _NOTE = LuaScript("claim_request"), LuaScript("note_request")
 _log = structlog.get_logger("gateway.idempotency")
 
@@ -105,7 +110,10 @@ class IdempotencyRecords:
         life_s: as in `claim`; 0 when the answer is complete.
         """
         pairs = [text for pair in fields.items() for text in pair]
-        return bool(await self._call(_NOTE, tag, [run, _ms(LEASE_S), _ms(life_s + self._window_s), *pairs]))
+        is_ours = bool(await self._call(_NOTE, tag, [run, _ms(LEASE_S), _ms(life_s + self._window_s), *pairs]))
+        if not is_ours:
+            _failures.add(1, {"reason": "superseded"})
+        return is_ours
 
     async def forget(self, tag: str, run: str) -> None:
         """There is nothing to repeat: the run has failed."""
@@ -118,6 +126,7 @@ class IdempotencyRecords:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await script(self._client, (KeySpace().request(tag),), arguments)
         except REDIS_ERRORS as error:
+            _failures.add(1, {"reason": "lost"})
             self._lost_until_s = time.monotonic() + _PAUSE_S
             if not self._is_lost:
                 self._is_lost = True

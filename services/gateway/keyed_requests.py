@@ -102,7 +102,6 @@ class KeyedRequests:
                 session.withdraw()
                 failed = claim
                 continue
-            session.is_replay = True
             _requests.add(1, {"outcome": "attached"})
             return begun
         raise DeadlineExceeded("the deadline passed before the request was placed")

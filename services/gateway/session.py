@@ -31,7 +31,7 @@ class Session:
     """State of one client request. Times are monotonic seconds. settle: gives its tenant back what it did not use.
 
     names: what follows from its idempotency key. keyed: its run under the key, where it is the one that runs.
-    is_replay: it reads the answer of another request with the key. created_s: Unix time of the first of them.
+    replay_of: the run of another request with the key whose answer it reads. created_s: Unix time of the first of them.
     """
 
     api: str
@@ -52,7 +52,7 @@ class Session:
     idempotency_key: str | None = None
     names: KeyedNames | None = None
     keyed: KeyedRun | None = None
-    is_replay: bool = False
+    replay_of: str = ""
     created_s: int = field(default_factory=lambda: int(time.time()))
     first_output_s: float = 0.0
     last_output_s: float = 0.0
@@ -106,7 +106,7 @@ class Session:
     def _record(self, code: str, error: str) -> None:
         figures = self._figures()
         self.metrics.record_request(api=self.api, model=self.model, code=code, error=error)
-        if self.generation is not None and self.generation.worker_id and not self.is_replay:
+        if self.generation is not None and self.generation.worker_id and not self.replay_of:
             self.metrics.record_usage(
                 tenant=self.tenant.name,
                 model=self.model,
@@ -135,8 +135,8 @@ class Session:
             model=self.model,
             code=code,
             error=error,
-            run_id=self.run_id,
-            is_replay=self.is_replay,
+            run_id=self.replay_of or self.run_id,
+            is_replay=bool(self.replay_of),
             worker_id=self.generation.worker_id if self.generation is not None else "",
             prepare_s=round(self.prepare_s, 6),
             total_s=round(time.monotonic() - self.started_s, 6),

@@ -70,6 +70,11 @@ def summed(mesh: Mesh, kind: str, name: str, **labels: str) -> float:
     return sum(total(scrape(entry["metrics"]), name, **labels) for entry in mesh.of_kind(kind))
 
 
+def pids(mesh: Mesh) -> dict[str, int]:
+    """Of the workers, for a kill that must not come late: to ask takes as long as an answer."""
+    return {entry["name"]: entry["pid"] for entry in mesh.of_kind("worker")}
+
+
 def inflight(entry: dict[str, Any]) -> float:
     return total(scrape(entry["metrics"]), "kvmesh_gateway_inflight_requests")
 
@@ -107,7 +112,6 @@ async def test_the_death_of_a_gateway(mesh: Mesh, client: openai.AsyncOpenAI) ->
     assert (second.id, second.created, second.output_tokens) == (first.id, first.created, LONG["max_tokens"])
     assert second.headers["x-kvmesh-worker"] == first.headers["x-kvmesh-worker"]
     assert (first.headers.get("x-kvmesh-replayed"), second.headers["x-kvmesh-replayed"]) == (None, "true")
-    mesh.wait_ready()
     third = await read(client, "gateway", Seen(), **LONG)
     assert (third.text, third.id) == (second.text, second.id)
     assert computed(mesh) - before == LONG["max_tokens"]
@@ -142,6 +146,15 @@ async def test_whole_answers_and_what_is_in_them(mesh: Mesh, client: openai.Asyn
     assert computed(mesh) - before == 60
 
 
+async def test_several_prompts(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "prompt": ["one", "two", "three"], "max_tokens": 20, "n": 2}
+    before = computed(mesh)
+    answers = [await client.completions.create(**ask, extra_headers={"Idempotency-Key": "three"}) for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert len(answers[0].choices) == 6
+    assert computed(mesh) - before == 120
+
+
 async def test_stop_strings(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
     whole = await read(client, "stop", Seen())
     stop = whole.text[len(whole.text) // 2 :][:12]
@@ -161,6 +174,7 @@ async def test_repeats_at_the_same_time(mesh: Mesh, client: openai.AsyncOpenAI) 
 
 
 async def test_a_client_that_comes_back(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
+    mesh.wait_ready()
     before, gateways = computed(mesh), mesh.of_kind("gateway")
     first = await read(client, "back", Seen(), stop_after=20, **LONG)
     await eventually(lambda: not any(map(inflight, gateways)))
@@ -183,15 +197,30 @@ async def test_the_death_of_the_worker(mesh: Mesh, client: openai.AsyncOpenAI) -
 
 
 async def test_a_repeat_survives_the_worker_that_it_reads_from(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
+    workers, second = pids(mesh), Seen()
     first = await read(client, "both", Seen(), stop_after=20, **LONG)
-    second = Seen()
     reading = asyncio.create_task(read(client, "both", second, **LONG))
     await eventually(lambda: len(second.text) > len(first.text) + 20, timeout_s=10)
-    mesh.kill(second.headers["x-kvmesh-worker"])
+    os.kill(workers[second.headers["x-kvmesh-worker"]], signal.SIGKILL)
     await reading
     assert not second.broken
     reference = await read(client, "both", Seen(), **LONG)
     assert (second.text, second.output_tokens) == (reference.text, LONG["max_tokens"])
+    mesh.wait_ready()
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_a_rescued_answer(mesh: Mesh, client: openai.AsyncOpenAI, logprobs: int | None) -> None:
+    """It can be read again, unless the lost worker took log probabilities with it."""
+    workers, first, fields = pids(mesh), Seen(), {"logprobs": logprobs, **LONG}
+    reading = asyncio.create_task(read(client, f"rescued {logprobs}", first, **fields))
+    await eventually(lambda: len(first.text) > 20, timeout_s=10)
+    os.kill(workers[first.headers["x-kvmesh-worker"]], signal.SIGKILL)
+    await reading
+    assert not first.broken
+    second = await read(client, f"rescued {logprobs}", Seen(), **fields)
+    assert (second.text, second.id, second.output_tokens) == (first.text, first.id, LONG["max_tokens"])
+    assert ("x-kvmesh-replayed" in second.headers) is (logprobs is None)
     mesh.wait_ready()
 
 

@@ -59,9 +59,9 @@ async def send_headers(context: Context, session: Session, worker_id: str, cache
         ("x-kvmesh-worker", worker_id),
         ("x-kvmesh-cached-tokens", str(cached_tokens)),
     ]
-    if session.keyed is not None:
-        headers.append(("x-kvmesh-run", session.run_id))
-    if session.is_replay:
+    if session.idempotency_key is not None:
+        headers.append(("x-kvmesh-run", session.replay_of or session.run_id))
+    if session.replay_of:
         headers.append(("x-kvmesh-replayed", "true"))
     if session.traceparent:
         headers.append(("traceparent", session.traceparent))
