@@ -213,3 +213,24 @@ def test_stretches_that_take_turns_in_great_number_are_worth_none() -> None:
     walks, runs = CostlyWalks(), [(at, 1) for at in range(1, 101)]
     chains = [[_id(20 + number, at) for at in range(100)] for number in range(129)]
     assert not any(walks.count(chain, 0, runs) for _ in range(20) for chain in chains)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_is_no_prefix_breaks_nothing(data: st.DataObject) -> None:
+    """Blocks in any order, some of them twice or unknown: as a caller that is wrong might ask."""
+    mesh = Mesh()
+    for number in range(3):
+        mesh.new(number, is_shown=True)
+    for _ in range(data.draw(st.integers(1, 12))):
+        ids = data.draw(st.lists(st.sampled_from(IDS), max_size=12))
+        which = data.draw(st.integers(0, 2))
+        if data.draw(st.booleans()):
+            mesh.add(which, [(id_, Tier.HBM) for id_ in ids])
+        else:
+            mesh.remove(which, ids)
+        build(mesh, data.draw(st.lists(st.sampled_from(IDS), max_size=12)))
+        mesh.check()
+        lengths_of(mesh, data.draw(st.lists(st.sampled_from(IDS), max_size=12)))
+    for which in range(3):
+        assert contents(mesh.blocks, mesh.held[which]).keys() == mesh.wanted[which].keys()
