@@ -58,7 +58,7 @@ def _cases(options: argparse.Namespace, subject: str, cluster: str) -> list[Case
             options.tell,
             options.seed,
         )
-        for load in options.loads or SUBJECTS[subject].loads
+        for load in options.loads or CLUSTERS[cluster].loads(subject)
         for policy in options.policies
     ]
 
