@@ -241,12 +241,12 @@ class _Use:
         charge, self.charge = self.charge, None
         if charge is None:
             return
-        used_tokens = 0.0
+        used_tokens = 0
         if self.is_taken and self.generation is not None:
-            used_tokens = self.plan.prompt_tokens + self.generation.usage().output_tokens
-            if self.is_kept and not self.generation.is_over:
-                # It goes on without its caller, who may come back for the rest and is not charged again.
-                used_tokens = max(used_tokens, charge.tokens)
+            # What goes on without its caller, who is not charged again when he comes back, may produce all it is let.
+            goes_on = self.is_kept and not self.generation.is_over
+            output_tokens = self.plan.most_output_tokens if goes_on else self.generation.usage().output_tokens
+            used_tokens = self.plan.prompt_tokens + output_tokens
         self.quotas.settle(charge, used_tokens)
 
 

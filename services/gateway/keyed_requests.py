@@ -72,6 +72,9 @@ class KeyedRequests:
             raise IdempotencyKeyReused("This Idempotency-Key belongs to another request", "Idempotency-Key") from None
         if not isinstance(found, Claim):
             return found
+        if session.is_closed:
+            # Nobody would end the run; its lease does.
+            raise asyncio.CancelledError
         self._open(session, names, found)
         return await run()
 

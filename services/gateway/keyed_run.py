@@ -99,10 +99,10 @@ class KeyedRun:
         self._changed.set()
 
     async def tell(self) -> None:
-        """Keep the record, until the run has ended or another has taken its place."""
-        while self._is_kept is None:
+        """Keep the record, until the run has ended, is past its deadline, or another has taken its place."""
+        while self._is_kept is None and (left_s := self._deadline_at_s - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if self.is_taken else LEASE_S / _RENEWALS_PER_LEASE):
+                async with asyncio.timeout(left_s if self.is_taken else min(left_s, LEASE_S / _RENEWALS_PER_LEASE)):
                     await self._changed.wait()
             self._changed.clear()
             if self._is_kept is None and not await self._write_or_pause():
@@ -112,6 +112,7 @@ class KeyedRun:
                 await self._write_last()
                 return
             await asyncio.sleep(_RETRY_S)
+        _log.warning("run_untold", run_id=self.run_id)
 
     async def _write_or_pause(self) -> bool:
         """False when the record is another run's."""

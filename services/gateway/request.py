@@ -93,6 +93,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float
 
     @property
+    def most_output_tokens(self) -> int:
+        """Of all choices of all prompts."""
+        return sum(prompt.max_tokens for prompt in self.prompts) * self.num_choices
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(prompt.num_tokens for prompt in self.prompts)

@@ -68,6 +68,11 @@ class Session:
         """By which its answer is known, which a repeat shares."""
         return self.names.answer_id if self.names is not None else self.request_id
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended."""
+        return self._closed
+
     def output_seen(self) -> None:
         """Note that output is on its way to the client."""
         self.last_output_s = time.monotonic()

@@ -139,8 +139,8 @@ class FakeWorker(WorkerServicer):
             async for message in requests:
                 if message.HasField("start"):
                     tasks[message.start.key] = asyncio.create_task(self._attempt(message.start, outbox))
-                elif message.cancel in tasks and not self.deaf:
-                    tasks[message.cancel].cancel()
+                elif (key := message.cancel or message.detach.key) in tasks and not self.deaf:
+                    tasks[key].cancel()
 
         reading = asyncio.create_task(read())
         try:
