@@ -16,27 +16,38 @@ _log = structlog.get_logger("gateway.rescue")
 
 @dataclass(slots=True)
 class Interruption:
-    """last_token_at_s: monotonic. known_tokens: what the next attempt begins with."""
+    """is_move: the next attempt was prepared before the last one was left. last_token_at_s: monotonic.
 
+    known_tokens: what the next attempt begins with.
+    """
+
+    is_move: bool
     last_token_at_s: float
     known_tokens: int
     span: Span
 
     @classmethod
-    def begin(cls, reason: str, worker_id: str, last_token_at_s: float, known_tokens: int) -> Interruption:
-        """The attempt at `worker_id` was lost after its first token."""
-        span = _tracer.start_span("rescue", attributes={"kvmesh.reason": reason, "kvmesh.lost_worker_id": worker_id})
-        span.set_attribute("kvmesh.known_tokens", known_tokens)
-        return cls(last_token_at_s, known_tokens, span)
+    def begin(
+        cls, reason: str, worker_id: str, last_token_at_s: float, known_tokens: int, *, is_move: bool = False
+    ) -> Interruption:
+        """The attempt at `worker_id` was left after its first token."""
+        span = _tracer.start_span("move" if is_move else "rescue", attributes={"kvmesh.reason": reason})
+        span.set_attributes({"kvmesh.left_worker_id": worker_id, "kvmesh.known_tokens": known_tokens})
+        return cls(is_move, last_token_at_s, known_tokens, span)
 
     def over(self, metrics: GatewayMetrics, *, worker_id: str, attempt: int, now_s: float) -> None:
         """The first token of another worker has come."""
         pause_s = now_s - self.last_token_at_s
-        metrics.record_rescue_pause(pause_s)
+        record = metrics.record_move_gap if self.is_move else metrics.record_rescue_pause
+        record(pause_s)
         self.span.set_attributes({"kvmesh.worker_id": worker_id, "kvmesh.attempt": attempt})
         self.span.end()
         _log.info(
-            "rescued", worker_id=worker_id, attempt=attempt, known_tokens=self.known_tokens, pause_s=round(pause_s, 4)
+            "moved" if self.is_move else "rescued",
+            worker_id=worker_id,
+            attempt=attempt,
+            known_tokens=self.known_tokens,
+            pause_s=round(pause_s, 4),
         )
 
     def abandon(self) -> None:

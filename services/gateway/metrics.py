@@ -37,6 +37,14 @@ class GatewayMetrics:
             unit="s",
             description="From the last token of a lost attempt to the first of the next.",
         )
+        self._moves = meter.create_counter(
+            "kvmesh_gateway_moves", description="Moves of running attempts to other workers, by outcome."
+        )
+        self._move_gap = meter.create_histogram(
+            "kvmesh_gateway_move_gap_seconds",
+            unit="s",
+            description="From the last token before a move to the first after.",
+        )
         self._refusals = meter.create_counter(
             "kvmesh_gateway_refusals",
             description="Requests refused before a worker had taken them, by reason and class.",
@@ -86,6 +94,14 @@ class GatewayMetrics:
     def count_rescue(self, reason: str) -> None:
         """An attempt was lost after its first token, and goes on elsewhere."""
         self._rescues.add(1, {"reason": reason})
+
+    def count_move(self, outcome: str) -> None:
+        """A worker would rather not go on with an attempt, and the gateway has tried to move it."""
+        self._moves.add(1, {"outcome": outcome})
+
+    def record_move_gap(self, seconds: float) -> None:
+        """The gap of a move, as its client sees it."""
+        self._move_gap.record(seconds)
 
     def record_rescue_pause(self, seconds: float) -> None:
         """The pause of a rescue, as its client sees it."""

@@ -63,8 +63,8 @@ class OutputRecord:
         return self._ended.count(False)
 
     def first_open(self) -> Sequence[int]:
-        """Tokens of the first choice that has not ended."""
-        return self._tokens[self._ended.index(False)]
+        """Tokens of the first choice that has not ended, of the first of all when all have."""
+        return self._tokens[0 if self.is_over else self._ended.index(False)]
 
     def mark(self) -> Mark:
         """How far it has come."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
 from kvmesh.v1.common_pb2 import CachedTokens
 from kvmesh.v1.router_pb2 import OUTCOME_OK, Done, Grant, Outcome
+from kvmesh.v1.worker_pb2 import KnownOutput
 
 from services.common.rpc import caller_metadata
 from services.gateway.idempotency_records import Place
-from services.gateway.output_record import OutputRecord
 from services.gateway.placement import Placement
 from services.gateway.placement_job import PlacementJob
 from services.gateway.worker_link import Attempt, AttemptEnded
@@ -34,6 +35,8 @@ class PlacedAttempt:
     heard_at_s: float
     is_admitted: bool = False
     is_stalled: bool = False
+    # Its first token waits for somebody's word, and tells nothing of its worker.
+    is_held: bool = False
     first_token_at_s: float = 0.0
     last_token_at_s: float = 0.0
     output_tokens: int = 0
@@ -42,16 +45,23 @@ class PlacedAttempt:
 
     @classmethod
     def start(
-        cls, placement: Placement, job: PlacementJob, number: int, grant: Grant, asked_at_s: float, output: OutputRecord
+        cls,
+        placement: Placement,
+        job: PlacementJob,
+        number: int,
+        grant: Grant,
+        asked_at_s: float,
+        known: Sequence[KnownOutput],
+        hold_s: float = 0.0,
     ) -> PlacedAttempt:
-        """Begin it at the granted worker, with the output that is known."""
+        """Begin it at the granted worker, with the output that is known. hold_s: above 0, it waits to be resumed."""
         now_s = time.monotonic()
         inbox = placement.channels.acquire(grant.worker_address).start(
-            job.worker_request(number, grant, output),
+            job.worker_request(number, grant, known, hold_s),
             deadline_s=max(0.001, job.deadline_at_s - now_s),
             metadata=caller_metadata(job.request_id),
         )
-        return cls(placement, job, number, grant, asked_at_s, inbox, now_s)
+        return cls(placement, job, number, grant, asked_at_s, inbox, now_s, is_held=hold_s > 0)
 
     @classmethod
     def attach(cls, placement: Placement, job: PlacementJob, request_id: str, place: Place) -> PlacedAttempt:
@@ -101,7 +111,7 @@ class PlacedAttempt:
                 request_id=self.job.request_id,
                 attempt=self.number,
                 outcome=outcome,
-                ttft_s=max(0.0, self.first_token_at_s - self.asked_at_s),
+                ttft_s=0.0 if self.is_held else max(0.0, self.first_token_at_s - self.asked_at_s),
                 output_tokens=self.output_tokens,
                 cached=cached,
                 tpot_s=self._tpot_s(),

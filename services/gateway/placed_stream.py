@@ -23,6 +23,7 @@ from kvmesh.v1.worker_pb2 import Completed, WorkerGenerateResponse
 from services.gateway.errors import AnswerNotKept, DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed
 from services.gateway.idempotency_records import Place
 from services.gateway.interruption import Interruption
+from services.gateway.mover import Mover
 from services.gateway.output_record import OutputRecord
 from services.gateway.placed_attempt import PlacedAttempt
 from services.gateway.placement import Placement
@@ -46,6 +47,7 @@ class PlacedStream:
     worker_id: str = ""
     _output: OutputRecord = field(init=False)
     _placing: Placing = field(init=False)
+    _mover: Mover = field(init=False)
     _open: PlacedAttempt | None = None
     _ready: deque[WorkerGenerateResponse] = field(default_factory=deque)
     _first_attempt: int = 0
@@ -57,6 +59,7 @@ class PlacedStream:
     def __post_init__(self) -> None:
         self._output = OutputRecord(self.job.num_choices, self.job.prompt.max_tokens, self.job.stop_token_ids)
         self._placing = Placing(self.placement, self.job, self._output)
+        self._mover = Mover(self._placing, self._on_prepared)
 
     @property
     def route_s(self) -> float:
@@ -75,7 +78,8 @@ class PlacedStream:
             try:
                 message = await attempt.inbox.read()
             except AttemptEnded as end:
-                self._on_end(attempt, end)
+                if attempt is self._open:
+                    self._on_end(attempt, end)
                 continue
             if self._take(attempt, message):
                 return message
@@ -111,6 +115,7 @@ class PlacedStream:
         """Look for silence. now_s: monotonic time."""
         if self._open is not None:
             self._open.pulse(now_s, self.placement.admit_patience_s * 2**self._placing.setbacks.silences)
+            self._mover.pulse(now_s)
 
     def _opened(self, attempt: PlacedAttempt | None) -> None:
         if attempt is not None:
@@ -136,17 +141,22 @@ class PlacedStream:
             return True
         if kind == "stale":
             self._on_stale()
+        elif kind == "move_wanted":
+            self._mover.wanted(message.move_wanted.reason, attempt.worker_id)
         return False
 
     def _on_admitted(self, attempt: PlacedAttempt, cached_tokens: int) -> bool:
         attempt.is_admitted = True
-        if self.job.keeper is not None:
-            self.job.keeper.placed(attempt.grant, attempt.number, is_resumed=self._output.num_tokens > 0)
+        self._tell_keeper(attempt)
         if self._first_attempt:
             return False
         self._first_attempt, self._cached_tokens = attempt.number, cached_tokens
         self._placing.is_accepted = True
         return True
+
+    def _tell_keeper(self, attempt: PlacedAttempt) -> None:
+        if self.job.keeper is not None:
+            self.job.keeper.placed(attempt.grant, attempt.number, is_resumed=self._output.num_tokens > 0)
 
     def _on_first_token(self, attempt: PlacedAttempt) -> None:
         self._placing.setbacks.progressed()
@@ -198,13 +208,54 @@ class PlacedStream:
         self._end_attempt(OUTCOME_CANCELLED)
         self._placing.retry()
 
+    def _on_prepared(self) -> None:
+        """Another worker may take over from the one that would rather not go on."""
+        if self._open is not None:
+            self._hand_over(self._open, "wanted", is_move=True)
+
+    def _hand_over(self, source: PlacedAttempt, reason: str, *, is_move: bool) -> None:
+        """What the source has said is taken; the target is told of it, and goes on."""
+        taken = self._mover.take(source.inbox.unread)
+        if taken is None:
+            return
+        target, switch = taken
+        self._ready.extend(switch.ready)
+        source.inbox.hand_over()
+        self._end_attempt(OUTCOME_CANCELLED if is_move else OUTCOME_WORKER_FAILED)
+        if self._output.is_over:
+            target.end(OUTCOME_CANCELLED)
+            self._complete()
+            return
+        if switch.ready:
+            self._last_token_at_s = time.monotonic()
+        self._interrupted(source, reason, is_move=is_move)
+        target.inbox.resume(switch.further)
+        self._opened(target)
+        if target.is_admitted:
+            self._tell_keeper(target)
+
+    def _interrupted(self, attempt: PlacedAttempt, reason: str, *, is_move: bool) -> None:
+        known_tokens = self._output.num_tokens
+        if not known_tokens:
+            return
+        if not is_move:
+            self.placement.metrics.count_rescue(reason)
+        if self._interruption is None:
+            self._interruption = Interruption.begin(
+                reason, attempt.worker_id, self._last_token_at_s, known_tokens, is_move=is_move
+            )
+        self._interruption.is_move &= is_move
+
     def _fail(self, attempt: PlacedAttempt, reason: str) -> None:
         """Leave a broken attempt; raises when no other may be tried."""
-        setbacks, known_tokens = self._placing.setbacks, self._output.num_tokens
+        setbacks = self._placing.setbacks
         setbacks.failed(attempt.worker_id)
         self.placement.metrics.count_retry("worker_failed")
         _log.warning("worker_failed", worker_id=self.worker_id, attempt=attempt.number, reason=reason,
-                     output_tokens=known_tokens)  # fmt: skip
+                     output_tokens=self._output.num_tokens)  # fmt: skip
+        if self._mover.is_preparing:
+            self._hand_over(attempt, reason, is_move=False)
+            return
         self._end_attempt(OUTCOME_WORKER_FAILED)
         self._ready.extend(self._output.loose_ends())
         if self._output.is_over:
@@ -212,11 +263,7 @@ class PlacedStream:
             return
         if setbacks.failures >= self.placement.max_attempts:
             raise WorkerFailed(f"{setbacks.failures} workers in a row failed to answer")
-        if known_tokens:
-            self.placement.metrics.count_rescue(reason)
-            self._interruption = self._interruption or Interruption.begin(
-                reason, attempt.worker_id, self._last_token_at_s, known_tokens
-            )
+        self._interrupted(attempt, reason, is_move=False)
         self._placing.retry()
 
     def _complete(self) -> None:
@@ -248,4 +295,5 @@ class PlacedStream:
         attempt, self._open = self._open, None
         if attempt is not None:
             self.placement.pulse.discard(self)
+            self._mover.close()
             attempt.end(outcome, cached, is_last=is_last)

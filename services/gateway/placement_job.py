@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvmesh.v1.common_pb2 import Objectives, SamplingParams
 from kvmesh.v1.router_pb2 import Ask, Grant
-from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
+from kvmesh.v1.worker_pb2 import KnownOutput, WorkerGenerateRequest
 
 from services.common.blocks import BLOCK_ID_BYTES, BlockId, chain_block_ids, join_ids
 from services.common.fair_queue import RequestClass
@@ -97,21 +97,21 @@ class PlacementJob:
         )
 
     def ask_again(self, attempt: int, excluded: Sequence[str], asks_as: RequestClass, output: OutputRecord) -> Ask:
-        """The same for a prompt that a worker has admitted before and that goes on from `output`, which is not over."""
+        """The same for a prompt that a worker has admitted before and that goes on from `output`."""
         known = output.first_open()
         ask = self.ask(attempt, excluded, asks_as, None)
         ask.resumes = True
         ask.block_ids = self._block_ids_with(known)
         ask.prompt_tokens = self.prompt.num_tokens + len(known)
-        ask.num_choices = output.num_open
+        ask.num_choices = max(1, output.num_open)
         # A choice that lacks its finish alone still needs a place for one token.
         ask.max_output_tokens = max(1, self.prompt.max_tokens - len(known)) * ask.num_choices
         return ask
 
     def worker_request(
-        self, attempt: int, grant: Grant, output: OutputRecord, hold_s: float = 0.0
+        self, attempt: int, grant: Grant, known: Sequence[KnownOutput], hold_s: float = 0.0
     ) -> WorkerGenerateRequest:
-        """The assignment to the granted worker, which begins with `output`. hold_s: as in the message."""
+        """The assignment to the granted worker. known, hold_s: as in the message."""
         request = WorkerGenerateRequest.FromString(self.prompt.message)
         rest = WorkerGenerateRequest(
             request_id=self.request_id,
@@ -126,7 +126,7 @@ class PlacementJob:
             pull_plan=grant.pull_plan,
             priority=self.request_class.value,  # type: ignore[arg-type]
             expected_local_blocks=grant.local_blocks,
-            known=output.known(),
+            known=known,
             hold_s=hold_s,
             keep_s=self.keeper.keep_s if self.keeper is not None else 0.0,
         )

@@ -61,7 +61,7 @@ class Placing:
         if asked_at_s >= self.job.deadline_at_s:
             raise DeadlineExceeded("the deadline passed before the request was placed")
         try:
-            grant = await self._granted(self._ask(ticket, number, asked_at_s))
+            grant = await self.granted(self._ask(ticket, number, asked_at_s))
         except WorkersFull as full:
             self._check_stays()
             line.full(ticket, full.retry_after_s, full.room_in_s)
@@ -74,7 +74,18 @@ class Placing:
             self.route_s += time.monotonic() - started_s
         line.granted(ticket, grant.predicted_ttft_s)
         self.setbacks.granted(time.monotonic())
-        return PlacedAttempt.start(self.placement, self.job, number, grant, asked_at_s, self.output)
+        return PlacedAttempt.start(self.placement, self.job, number, grant, asked_at_s, self.output.known())
+
+    async def granted(self, ask: Ask) -> Grant:
+        """The router's answer. Raises GatewayError, and CancelledError after `leave`; what comes then is closed."""
+        with _tracer.start_as_current_span("route") as span:
+            grant = await self.placement.router.ask(ask, self.job.deadline_at_s)
+            span.set_attributes({"kvmesh.worker_id": grant.worker_id, "kvmesh.attempt": ask.attempt})
+        if self._left:
+            done = Done(request_id=ask.request_id, attempt=ask.attempt, outcome=OUTCOME_CANCELLED)
+            self.placement.router.done(done)
+            raise asyncio.CancelledError
+        return grant
 
     def next_number(self) -> int:
         """Number of one more attempt."""
@@ -106,16 +117,6 @@ class Placing:
         if self.is_accepted:
             return self.job.ask_again(number, excluded, ticket.asks_as, self.output)
         return self.job.ask(number, excluded, ticket.asks_as, self.job.objectives_left(asked_at_s))
-
-    async def _granted(self, ask: Ask) -> Grant:
-        with _tracer.start_as_current_span("route") as span:
-            grant = await self.placement.router.ask(ask, self.job.deadline_at_s)
-            span.set_attributes({"kvmesh.worker_id": grant.worker_id, "kvmesh.attempt": ask.attempt})
-        if self._left:
-            done = Done(request_id=ask.request_id, attempt=ask.attempt, outcome=OUTCOME_CANCELLED)
-            self.placement.router.done(done)
-            raise asyncio.CancelledError
-        return grant
 
     async def _wait_for_a_worker(self, ticket: Ticket, error: GatewayError) -> None:
         """For a while, if the prompt was accepted. Raises `error` otherwise."""

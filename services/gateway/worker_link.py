@@ -20,6 +20,8 @@ import structlog
 from kvmesh.v1.worker_pb2 import (
     AttachAttempt,
     DetachAttempt,
+    KnownOutput,
+    ResumeAttempt,
     ServeBatch,
     ServeRequest,
     StartAttempt,
@@ -74,12 +76,28 @@ class Attempt:
         while not self._unread:
             if self._end is not None:
                 raise self._end
-            self._waiter = asyncio.get_running_loop().create_future()
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._waiter
+                await waiter
             finally:
-                self._waiter = None
+                # A reader that was cancelled may find that another has come after it.
+                if self._waiter is waiter:
+                    self._waiter = None
         return self._unread.popleft()
+
+    @property
+    def unread(self) -> Sequence[WorkerGenerateResponse]:
+        """What has come and was not read."""
+        return self._unread
+
+    def resume(self, further: Sequence[KnownOutput]) -> None:
+        """Let the worker draw on from here, if it waits for that."""
+        self._link.resume(self.key, further)
+
+    def hand_over(self) -> None:
+        """Its reader has taken what is unread and goes on elsewhere: the worker releases everything, reads end."""
+        self._unread.clear()
+        self.break_off(AttemptEnded(grpc.StatusCode.CANCELLED, "it goes on elsewhere"))
 
     def cancel(self) -> None:
         """Have the worker release everything; ends a read in progress. Idempotent."""
@@ -132,9 +150,10 @@ class WorkerLink:
         self.is_silent = False
         self._attempts: dict[int, Attempt] = {}
         self._keys = itertools.count(1)
-        # Not sent yet; bounded by the requests in flight, each of which has one attempt at a time.
+        # Not sent yet; bounded by the requests in flight, each of which has one attempt, and while it moves two.
         self._starts: dict[int, ServeRequest] = {}
         self._cancels: list[ServeRequest] = []
+        self._resumes: deque[ServeRequest] = deque()
         self._wake = asyncio.Event()
         self.is_open = True
         self._call: Call = stub.Serve(metadata=call_metadata(secret))  # type: ignore[call-arg, assignment]
@@ -162,6 +181,12 @@ class WorkerLink:
         attach = AttachAttempt(key=attempt.key, request_id=request_id, metadata=metadata)
         self._begin(attempt, ServeRequest(attach=attach))
         return attempt
+
+    def resume(self, key: int, further: Sequence[KnownOutput]) -> None:
+        """An attempt with hold_s is to draw on; nothing for one that has ended. further: as in the message."""
+        if key in self._attempts:
+            self._resumes.append(ServeRequest(resume=ResumeAttempt(key=key, further=further)))
+            self._wake.set()
 
     def forget(self, key: int, farewell: ServeRequest | None = None) -> None:
         """Nobody wants this attempt any more. Idempotent, and nothing for one that has ended.
@@ -230,7 +255,10 @@ class WorkerLink:
     def _next(self) -> ServeRequest | None:
         if self._cancels:
             return self._cancels.pop()
-        return self._starts.pop(next(iter(self._starts))) if self._starts else None
+        if self._starts:
+            return self._starts.pop(next(iter(self._starts)))
+        # After the starts, among which may be its own.
+        return self._resumes.popleft() if self._resumes else None
 
     def _end(self, end: AttemptEnded) -> None:
         if not self.is_open:

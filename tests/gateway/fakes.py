@@ -32,10 +32,15 @@ from kvmesh.v1.router_pb2 import (
 )
 from kvmesh.v1.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from kvmesh.v1.worker_pb2 import (
+    MOVE_REASON_DRAINING,
     Admitted,
     AttemptEnd,
     AttemptEvents,
     Completed,
+    KnownOutput,
+    MoveWanted,
+    Prepared,
+    ResumeAttempt,
     ServeBatch,
     ServeRequest,
     Stale,
@@ -78,8 +83,9 @@ def served_model(**changes: Any) -> ServedModel:
 class Script:
     """What a worker does with one request.
 
-    `tokens` of every choice come one by one, those that are known aside; `by_choice`: of each its own. fail_after and
-    hang_after count what this attempt has said of each choice.
+    `tokens` of every choice come one by one, those that are known aside; `by_choice`: of each its own. fail_after,
+    hang_after and move_after (when it would rather not go on) count what this attempt has said of each choice.
+    fail_held: it fails instead of being prepared. prepare_s: that takes it so long.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -90,6 +96,9 @@ class Script:
     fail_after: int | None = None
     fail_before_admission: grpc.StatusCode | None = None
     hang_after: int | None = None
+    move_after: int | None = None
+    fail_held: bool = False
+    prepare_s: float = 0.0
     pause_s: float = 0.0
     cached: int = 0
     chunk: int = 1
@@ -119,6 +128,7 @@ class FakeWorker(WorkerServicer):
     running: int = 0
     cancelled: int = 0
     streams: int = 0
+    resumes: dict[int, asyncio.Future[ResumeAttempt]] = field(default_factory=dict)
     # Says nothing any more; heeds no cancels.
     frozen: bool = False
     deaf: bool = False
@@ -139,6 +149,9 @@ class FakeWorker(WorkerServicer):
             async for message in requests:
                 if message.HasField("start"):
                     tasks[message.start.key] = asyncio.create_task(self._attempt(message.start, outbox))
+                elif message.HasField("resume"):
+                    if (resume := self.resumes.get(message.resume.key)) is not None:
+                        resume.set_result(message.resume)
                 elif (key := message.cancel or message.detach.key) in tasks and not self.deaf:
                     tasks[key].cancel()
 
@@ -159,7 +172,7 @@ class FakeWorker(WorkerServicer):
         self.running += 1
         end = AttemptEnd()
         try:
-            async for message in self._answer(self.script(start.request), start.request):
+            async for message in self._answer(self.script(start.request), start):
                 outbox.put_nowait(AttemptEvents(key=start.key, events=[message]))
         except Scripted as failure:
             end = AttemptEnd(code=failure.args[0].value[0], detail="scripted")
@@ -168,9 +181,13 @@ class FakeWorker(WorkerServicer):
             raise
         finally:
             self.running -= 1
+            self.resumes.pop(start.key, None)
         outbox.put_nowait(AttemptEvents(key=start.key, end=end))
 
-    async def _answer(self, script: Script, request: WorkerGenerateRequest) -> AsyncIterator[WorkerGenerateResponse]:
+    async def _answer(self, script: Script, attempt: StartAttempt) -> AsyncIterator[WorkerGenerateResponse]:
+        request, known = attempt.request, list(attempt.request.known)
+        if request.hold_s:
+            self.resumes[attempt.key] = asyncio.get_running_loop().create_future()
         if script.fail_before_admission is not None:
             raise Scripted(script.fail_before_admission)
         if script.mute:
@@ -179,16 +196,32 @@ class FakeWorker(WorkerServicer):
             yield WorkerGenerateResponse(stale=Stale(load=WorkerLoad(waiting_requests=9)))
             return
         yield WorkerGenerateResponse(admitted=Admitted(worker_id=self.worker_id, cached_tokens=script.cached))
+        if request.hold_s:
+            await asyncio.sleep(script.prepare_s)
+            if script.fail_held:
+                raise Scripted(grpc.StatusCode.UNAVAILABLE)
+            yield WorkerGenerateResponse(prepared=Prepared())
+            known += (await self.resumes[attempt.key]).further
+        async for message in self._output(script, request, known):
+            yield message
+
+    async def _output(
+        self, script: Script, request: WorkerGenerateRequest, outputs: list[KnownOutput]
+    ) -> AsyncIterator[WorkerGenerateResponse]:
         whole = script.by_choice or [script.tokens] * request.num_choices
         tokens = [one[: request.max_tokens] for one in whole]
-        known = {one.choice: len(one.token_ids) for one in request.known}
-        ended = {one.choice for one in request.known if one.finished}
-        left = {choice: one[known.get(choice, 0) :] for choice, one in enumerate(tokens) if choice not in ended}
+        known = dict.fromkeys(range(request.num_choices), 0)
+        for one in outputs:
+            known[one.choice] += len(one.token_ids)
+        ended = {one.choice for one in outputs if one.finished}
+        left = {choice: one[known[choice] :] for choice, one in enumerate(tokens) if choice not in ended}
         for start in range(0, max(map(len, left.values()), default=0) + 1, script.chunk):
             if script.fail_after is not None and start >= script.fail_after:
                 raise Scripted(grpc.StatusCode.INTERNAL)
             if script.hang_after is not None and start >= script.hang_after:
                 await asyncio.Event().wait()
+            if script.move_after is not None and start >= script.move_after:
+                yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=MOVE_REASON_DRAINING))
             for choice, rest in left.items():
                 if part := rest[start : start + script.chunk]:
                     yield WorkerGenerateResponse(tokens=self._chunk(choice, part, request))

@@ -1,0 +1,99 @@
+"""The state of moving a prompt's output from the worker that produces it to another, while it goes on. Pure.
+
+The source produces until the target has computed what it was started with; then whatever the source has said by that
+time is taken, the target is told what of it is new to it, and goes on from there. So the output is the source's up to
+the switch and the target's after it, and the record that both are fed from holds each token once. Until the switch the
+source's side is complete in itself: a target that fails, or nobody to be the target, costs nothing but another try
+after a pause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvmesh.v1.worker_pb2 import KnownOutput, WorkerGenerateResponse
+
+from services.gateway.output_record import Mark, OutputRecord
+
+_FIRST_PAUSE_S = 0.25
+_LAST_PAUSE_S = 2.0
+
+
+class Stage(Enum):
+    """STAYING: nobody wants a move. WAITING: for the time to ask. PREPARING: the target computes."""
+
+    STAYING = auto()
+    WAITING = auto()
+    ASKING = auto()
+    PREPARING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """ready: what the source has said that its reader has not had, in order. further: what the target does not know."""
+
+    ready: list[WorkerGenerateResponse]
+    further: list[KnownOutput]
+
+
+@dataclass(slots=True)
+class Move:
+    """One output's moves, one at a time. Times are of one clock."""
+
+    output: OutputRecord
+    stage: Stage = Stage.STAYING
+    _due_at_s: float = 0.0
+    _pause_s: float = _FIRST_PAUSE_S
+    _tries_left: float = math.inf
+    _mark: Mark = field(default_factory=lambda: Mark((), ()))
+
+    def wanted(self, now_s: float, max_tries: float) -> None:
+        """The source would rather not go on. Nothing new while a move is on its way."""
+        if self.stage is Stage.STAYING:
+            self.stage, self._due_at_s, self._pause_s, self._tries_left = (
+                Stage.WAITING,
+                now_s,
+                _FIRST_PAUSE_S,
+                max_tries,
+            )
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether to ask for a target now. What has only its end left to be told is not moved."""
+        return self.stage is Stage.WAITING and now_s >= self._due_at_s and not self.output.is_over
+
+    def asked(self) -> None:
+        """A target has been asked for."""
+        self.stage = Stage.ASKING
+
+    def started(self) -> list[KnownOutput]:
+        """A target is started: with what is known now."""
+        self.stage, self._mark = Stage.PREPARING, self.output.mark()
+        return self.output.known()
+
+    def failed(self, now_s: float) -> None:
+        """There is no target, or none any more: try again later, each time longer, as often as is worth it."""
+        self._tries_left -= 1
+        self.stage = Stage.WAITING if self._tries_left > 0 else Stage.STAYING
+        self._due_at_s = now_s + self._pause_s
+        self._pause_s = min(_LAST_PAUSE_S, 2 * self._pause_s)
+
+    def switch(self, unread: Iterable[WorkerGenerateResponse]) -> Switch | None:
+        """Go on at the target, which is prepared or the only one left. None when the source has said all already.
+
+        unread: what the source has said beyond the record. An output that is over thereby needs no target either.
+        """
+        messages = list(unread)
+        self.stage = Stage.STAYING
+        if any(message.HasField("completed") for message in messages):
+            return None
+        told = (message for message in messages if message.HasField("tokens") or message.HasField("finish"))
+        ready = [message for message in told if self.output.note(message)]
+        ready += self.output.loose_ends()
+        return Switch(ready, self.output.known(self._mark))
+
+    def end(self) -> None:
+        """There is no source any more."""
+        self.stage = Stage.STAYING

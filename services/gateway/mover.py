@@ -1,0 +1,140 @@
+"""Moves a stream's attempt to another worker beside its reading: asks, has a second attempt prepared, hands it over.
+
+The ask is work that goes on (`Ask.resumes`), outside the line: the request has its turn already. The second attempt is
+held by its worker (`hold_s`) until it is resumed. Every attempt that was granted here is closed here, or handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import structlog
+from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_STALE, OUTCOME_WORKER_FAILED, Outcome
+from kvmesh.v1.worker_pb2 import MOVE_REASON_DRAINING, MoveReason, WorkerGenerateResponse
+
+from services.gateway.errors import GatewayError, ModelUnavailable
+from services.gateway.move import Move, Stage, Switch
+from services.gateway.placed_attempt import PlacedAttempt
+from services.gateway.placing import Placing
+from services.gateway.worker_link import AttemptEnded
+
+# Longest preparation, and how often a worker that stays is worth a try.
+HOLD_S = 30.0
+_TRIES = 3
+_log = structlog.get_logger("gateway.move")
+
+
+@dataclass(slots=True, eq=False)
+class Mover:
+    """Owner of a stream's second attempt. on_prepared: called when it may take over, with `take`."""
+
+    placing: Placing
+    on_prepared: Callable[[], None]
+    _move: Move = field(init=False)
+    # Workers not to be asked for: the source, and targets that failed.
+    _avoided: list[str] = field(default_factory=list)
+    _target: PlacedAttempt | None = None
+    _task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._move = Move(self.placing.output)
+
+    def wanted(self, reason: MoveReason.ValueType, source_id: str) -> None:
+        """The worker of the stream's attempt would rather not go on with it; one that leaves asks for good."""
+        if self._move.stage is Stage.STAYING:
+            self._avoided = [source_id]
+            self._move.wanted(time.monotonic(), math.inf if reason == MOVE_REASON_DRAINING else _TRIES)
+            self.pulse(time.monotonic())
+
+    def pulse(self, now_s: float) -> None:
+        """Ask when it is time to; look for the target's silence. now_s: monotonic time."""
+        if self._move.is_due(now_s):
+            self._move.asked()
+            self._task = asyncio.create_task(self._prepare())
+        if self._target is not None:
+            self._target.pulse(now_s, self.placing.placement.admit_patience_s)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether there is a second attempt."""
+        return self._move.stage is Stage.PREPARING
+
+    def take(self, unread: Iterable[WorkerGenerateResponse]) -> tuple[PlacedAttempt, Switch] | None:
+        """The second attempt, now the caller's to resume and to end; None when the source has said all already."""
+        switch, target = self._move.switch(unread), self._target
+        if switch is None or target is None:
+            self.close()
+            return None
+        self._target = None
+        self._count("moved")
+        return target, switch
+
+    def close(self) -> None:
+        """Give up what is on its way. Idempotent."""
+        self._move.end()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+        self._drop(OUTCOME_CANCELLED)
+
+    async def _prepare(self) -> None:
+        try:
+            await self._begin()
+            await self._await_prepared()
+        except GatewayError as error:
+            if isinstance(error, ModelUnavailable):
+                # None but those: they may have recovered.
+                del self._avoided[1:]
+            self._count("refused")
+            self._move.failed(time.monotonic())
+        except AttemptEnded as end:
+            self._fail(end.code.name.lower())
+        except Exception:
+            _log.exception("move_failed")
+            self._fail("internal")
+
+    async def _begin(self) -> None:
+        """Raises GatewayError when nobody can be the target now."""
+        placing, job = self.placing, self.placing.job
+        number, asked_at_s = placing.next_number(), time.monotonic()
+        ask = job.ask_again(number, [*placing.setbacks.excluded, *self._avoided], job.request_class, placing.output)
+        grant = await placing.granted(ask)
+        known = self._move.started()
+        self._target = PlacedAttempt.start(placing.placement, job, number, grant, asked_at_s, known, HOLD_S)
+
+    async def _await_prepared(self) -> None:
+        """Raises AttemptEnded when the target comes to nothing."""
+        target = self._target
+        while target is not None:
+            message = await target.inbox.read()
+            target.heard_at_s = time.monotonic()
+            kind = message.WhichOneof("event")
+            if kind == "admitted":
+                target.is_admitted = True
+            elif kind == "prepared":
+                self.on_prepared()
+                return
+            elif kind == "stale":
+                self._fail("stale", OUTCOME_STALE)
+                return
+
+    def _fail(self, reason: str, outcome: Outcome.ValueType = OUTCOME_WORKER_FAILED) -> None:
+        """The source goes on as if nothing had been."""
+        if self._target is not None:
+            _log.info("move_failed", target_id=self._target.worker_id, reason=reason)
+            self._avoided.append(self._target.worker_id)
+        self._count("target_failed")
+        self._drop(outcome)
+        self._move.failed(time.monotonic())
+
+    def _drop(self, outcome: Outcome.ValueType) -> None:
+        target, self._target = self._target, None
+        if target is not None:
+            target.end(outcome)
+
+    def _count(self, outcome: str) -> None:
+        self.placing.placement.metrics.count_move(outcome)

@@ -1,0 +1,193 @@
+"""Moving an output between workers, by random interleavings: it is what one undisturbed worker would have said."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH
+from kvmesh.v1.worker_pb2 import Completed, KnownOutput, TokenChunk, WorkerChoiceFinish, WorkerGenerateResponse
+
+from services.gateway.move import Move, Stage
+from services.gateway.output_record import OutputRecord
+
+MAX_TOKENS = 9
+
+
+def drawn(choice: int, position: int) -> int:
+    """What every worker draws there."""
+    return 100 * choice + position
+
+
+class Worker:
+    """Draws what is left of each choice; `said` is what its reader has not had."""
+
+    def __init__(self, num_choices: int, known: Sequence[KnownOutput]) -> None:
+        self.said: deque[WorkerGenerateResponse] = deque()
+        self.next = [0] * num_choices
+        self.ended = [False] * num_choices
+        self.is_over = False
+        self.learn(known)
+
+    def learn(self, known: Sequence[KnownOutput]) -> None:
+        for one in known:
+            for token_id in one.token_ids:
+                assert token_id == drawn(one.choice, self.next[one.choice]), "neither lost nor twice"
+                self.next[one.choice] += 1
+            self.ended[one.choice] = self.ended[one.choice] or one.finished
+            assert one.finished or self.next[one.choice] < MAX_TOKENS, "there is something left to draw"
+
+    def draw(self, choice: int) -> None:
+        """A token of a choice, and whatever ends with it."""
+        choice %= len(self.next)
+        if not self.ended[choice]:
+            token_ids = [drawn(choice, self.next[choice])]
+            self.said.append(WorkerGenerateResponse(tokens=TokenChunk(choice=choice, token_ids=token_ids)))
+            self.next[choice] += 1
+            if self.next[choice] == MAX_TOKENS:
+                self.ended[choice] = True
+                finish = WorkerChoiceFinish(choice=choice, reason=FINISH_REASON_LENGTH)
+                self.said.append(WorkerGenerateResponse(finish=finish))
+        if all(self.ended) and not self.is_over:
+            self.is_over = True
+            self.said.append(WorkerGenerateResponse(completed=Completed()))
+
+
+class Reader:
+    """What the gateway does with a move's decisions, without its waiting."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.record = OutputRecord(num_choices, MAX_TOKENS, ())
+        self.move = Move(self.record)
+        self.source = Worker(num_choices, ())
+        self.target: Worker | None = None
+        self.given: list[WorkerGenerateResponse] = []
+        self.is_over = False
+        self.now_s = 0.0
+
+    def read(self) -> None:
+        if self.source.said and not self.is_over:
+            message = self.source.said.popleft()
+            if message.HasField("completed"):
+                self.move.end()
+                self.is_over = True
+            elif self.record.note(message):
+                self.given.append(message)
+
+    def tick(self) -> None:
+        self.now_s += 0.3
+        if self.move.is_due(self.now_s):
+            self.move.asked()
+
+    def refuse(self) -> None:
+        if self.move.stage is Stage.ASKING:
+            self.move.failed(self.now_s)
+
+    def grant(self) -> None:
+        if self.move.stage is Stage.ASKING:
+            self.target = Worker(len(self.source.next), self.move.started())
+
+    def lose_target(self) -> None:
+        if self.move.stage is Stage.PREPARING:
+            self.target = None
+            self.move.failed(self.now_s)
+
+    def prepare(self, unread: Sequence[WorkerGenerateResponse] | None = None) -> None:
+        if self.move.stage is not Stage.PREPARING:
+            return
+        switch = self.move.switch(self.source.said if unread is None else unread)
+        target, self.target = self.target, None
+        if switch is None:
+            return
+        assert target is not None
+        self.given += switch.ready
+        self.is_over = self.record.is_over
+        if not self.is_over:
+            target.learn(switch.further)
+            self.source = target
+
+    def lose_source(self) -> None:
+        """Its reader has all that it said first."""
+        while self.source.said:
+            self.read()
+        if self.is_over:
+            return
+        if self.move.stage is Stage.PREPARING:
+            self.prepare(())
+            return
+        self.move.end()
+        self.given += self.record.loose_ends()
+        self.is_over = self.record.is_over
+        if not self.is_over:
+            self.source = Worker(len(self.source.next), self.record.known())
+
+
+ACTIONS = ("draw", "draw", "read", "read", "want", "tick", "grant", "grant", "prepare", "refuse", "lose_target",
+           "lose_source", "cut")  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    num_choices=st.integers(1, 3),
+    steps=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2)), max_size=120),
+)
+def test_no_token_is_lost_or_said_twice(num_choices: int, steps: list[tuple[str, int]]) -> None:
+    reader = Reader(num_choices)
+    cut: set[int] = set()
+    for action, pick in steps:
+        choice = pick % num_choices
+        if reader.is_over:
+            break
+        if action == "draw":
+            reader.source.draw(choice)
+        elif action == "want":
+            reader.move.wanted(reader.now_s, 1 + pick)
+        elif action == "cut":
+            reader.record.end(choice)
+            cut.add(choice)
+        else:
+            getattr(reader, action)()
+    while not reader.is_over:
+        for choice in range(num_choices):
+            reader.source.draw(choice)
+        reader.read()
+    for choice in range(num_choices):
+        own = [message for message in reader.given if message.HasField("tokens") and message.tokens.choice == choice]
+        token_ids = [token_id for message in own for token_id in message.tokens.token_ids]
+        whole = [drawn(choice, position) for position in range(MAX_TOKENS)]
+        finishes = [m for m in reader.given if m.HasField("finish") and m.finish.choice == choice]
+        if choice in cut:
+            assert token_ids == whole[: len(token_ids)]
+            assert len(finishes) <= 1
+        else:
+            assert token_ids == whole
+            assert len(finishes) == 1
+
+
+def test_tries_come_ever_later_and_end_where_they_are_not_worth_it() -> None:
+    move = Move(OutputRecord(1, MAX_TOKENS, ()))
+    move.wanted(0.0, 3)
+    now_s, asked_at_s = 0.0, []
+    while move.stage is not Stage.STAYING:
+        if move.is_due(now_s):
+            asked_at_s.append(round(now_s, 2))
+            move.asked()
+            move.failed(now_s)
+        now_s += 0.01
+    assert asked_at_s == [0.0, 0.25, 0.75]
+    move.wanted(now_s, float("inf"))
+    for _ in range(9):
+        move.asked()
+        move.failed(now_s)
+    assert not move.is_due(now_s + 1.9)
+    assert move.is_due(now_s + 2.1)
+
+
+def test_what_has_only_its_end_left_is_not_moved() -> None:
+    record = OutputRecord(1, MAX_TOKENS, ())
+    move = Move(record)
+    record.end(0)
+    move.wanted(0.0, 3)
+    assert not move.is_due(1.0)

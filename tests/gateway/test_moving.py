@@ -1,0 +1,140 @@
+"""A worker that would rather not go on: its streams move while they run, and the client sees no difference."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from kvmesh.v1.router_pb2 import (
+    OUTCOME_CANCELLED,
+    OUTCOME_OK,
+    OUTCOME_STALE,
+    OUTCOME_WORKER_FAILED,
+    REFUSAL_REASON_NO_WORKER,
+    REFUSAL_REASON_OVERLOADED,
+    Refusal,
+)
+from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
+
+from tests.gateway.conftest import ANSWER, Mesh
+from tests.gateway.fakes import Script
+from tests.gateway.test_rescue import plain, reply, variants
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SLOW_S = 0.03
+
+
+def requests(mesh: Mesh) -> list[WorkerGenerateRequest]:
+    return [request for worker in mesh.workers for request in worker.requests]
+
+
+@pytest.mark.parametrize("prepare_s", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("path", "script", "fields"),
+    [
+        ("chat", plain, {"logprobs": True, "top_logprobs": 1}),
+        ("complete", variants, {"n": 2}),
+        ("complete", variants, {"n": 2, "stop": ["France is", "more of"]}),
+        ("complete", plain, {"max_tokens": 7}),
+        ("complete", plain, {"prompt": ["a", "b", "c"]}),
+    ],
+)
+async def test_the_answer_is_the_undisturbed_one(
+    mesh: Mesh, path: str, script: Any, fields: dict[str, Any], prepare_s: float
+) -> None:
+    mesh.plan[:] = [script(mesh, cached=5)]
+    expected = await reply(mesh, path, fields)
+    mesh.router.asks.clear()
+    prompts = fields["prompt"] if isinstance(fields.get("prompt"), list) else ["one"]
+    mesh.plan[:] = [script(mesh, cached=5, pause_s=SLOW_S, move_after=2) for _ in prompts]
+    mesh.plan += [script(mesh, cached=64, prepare_s=prepare_s)]
+    assert await reply(mesh, path, fields) == expected
+    moved = mesh.workers[1].requests
+    assert len(moved) == len(prompts)
+    assert all(request.hold_s > 0 and request.known for request in moved)
+    assert all(list(ask.excluded_workers) == ["w0"] for ask in mesh.router.asks if ask.resumes)
+    await mesh.wait_idle()
+
+
+async def test_the_source_goes_on_until_the_target_is_prepared(mesh: Mesh) -> None:
+    """And each granted attempt is closed by one Done."""
+    mesh.plan[:] = [plain(mesh, pause_s=SLOW_S, move_after=1), plain(mesh, prepare_s=3 * SLOW_S)]
+    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    source, target = requests(mesh)
+    assert (source.hold_s, target.attempt) == (0.0, 2)
+    await eventually(lambda: len(mesh.router.dones) == 2)
+    assert [(done.attempt, done.outcome) for done in mesh.router.dones] == [(1, OUTCOME_CANCELLED), (2, OUTCOME_OK)]
+    before, after = (done.output_tokens for done in mesh.router.dones)
+    assert before > len(target.known[0].token_ids), "it said more while the target computed what was known"
+    assert before + after == len(mesh.text.encode_text(ANSWER))
+    assert mesh.router.dones[1].ttft_s == 0.0
+
+
+async def test_a_target_that_fails_costs_nothing(mesh: Mesh) -> None:
+    mesh.plan[:] = [plain(mesh, pause_s=SLOW_S, move_after=1), plain(mesh, fail_held=True)]
+    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    await eventually(lambda: len(mesh.router.dones) >= 2)
+    outcomes = {done.attempt: done.outcome for done in mesh.router.dones}
+    assert (outcomes[1], outcomes[2]) == (OUTCOME_OK, OUTCOME_WORKER_FAILED)
+
+
+async def test_a_stale_target_is_asked_for_again(mesh: Mesh) -> None:
+    mesh.plan[:] = [plain(mesh, pause_s=0.1, move_after=1), Script(stale=True), plain(mesh)]
+    mesh.router.workers["w2"] = mesh.router.workers["w1"]
+    try:
+        assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    finally:
+        del mesh.router.workers["w2"]
+    await eventually(lambda: len(mesh.router.dones) == 3)
+    outcomes = {done.attempt: done.outcome for done in mesh.router.dones}
+    assert outcomes == {1: OUTCOME_CANCELLED, 2: OUTCOME_STALE, 3: OUTCOME_OK}
+
+
+@pytest.mark.parametrize("reason", [REFUSAL_REASON_NO_WORKER, REFUSAL_REASON_OVERLOADED])
+async def test_who_finds_no_target_stays_and_asks_again(mesh: Mesh, reason: int) -> None:
+    mesh.plan[:] = [plain(mesh, pause_s=0.15, move_after=1), plain(mesh)]
+    call = asyncio.create_task(mesh.complete())
+    await eventually(lambda: mesh.workers[0].running)
+    mesh.router.refusal = Refusal(reason=reason)  # type: ignore[arg-type]
+    await eventually(lambda: len(mesh.router.asks) >= 2)
+    mesh.router.refusal = None
+    assert (await call)["choices"][0]["text"] == ANSWER
+    assert len(mesh.router.asks) >= 3
+    assert len(mesh.workers[1].requests) == 1
+
+
+async def test_a_source_that_dies_meanwhile_is_replaced_at_once(mesh: Mesh) -> None:
+    """By the target that is not prepared yet."""
+    mesh.plan[:] = [plain(mesh, pause_s=SLOW_S, move_after=1, fail_after=4), plain(mesh, prepare_s=0.5)]
+    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    assert len(mesh.router.asks) == 2
+    await eventually(lambda: len(mesh.router.dones) == 2)
+    assert [done.outcome for done in mesh.router.dones] == [OUTCOME_WORKER_FAILED, OUTCOME_OK]
+
+
+async def test_a_target_lost_after_the_switch_is_a_rescue(mesh: Mesh) -> None:
+    mesh.plan[:] = [plain(mesh, pause_s=SLOW_S, move_after=1), plain(mesh, fail_after=1), plain(mesh)]
+    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    assert len(mesh.router.asks) == 3
+    assert [request.hold_s > 0 for request in requests(mesh)].count(True) == 1
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_move(mesh: Mesh) -> None:
+    mesh.plan[:] = [plain(mesh, pause_s=SLOW_S, move_after=1), plain(mesh, prepare_s=30.0)]
+    call = asyncio.create_task(mesh.complete())
+    await eventually(lambda: mesh.workers[1].running)
+    call.cancel()
+    await mesh.wait_idle()
+    await eventually(lambda: len(mesh.router.dones) == 2)
+    assert {done.outcome for done in mesh.router.dones} == {OUTCOME_CANCELLED}
+
+
+async def test_a_source_that_finishes_first_needs_no_target(mesh: Mesh) -> None:
+    mesh.plan[:] = [plain(mesh, pause_s=SLOW_S, move_after=1), plain(mesh, prepare_s=30.0)]
+    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    await mesh.wait_idle()
+    await eventually(lambda: len(mesh.router.dones) == 2)
+    assert {done.attempt: done.outcome for done in mesh.router.dones} == {1: OUTCOME_OK, 2: OUTCOME_CANCELLED}
