@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.common.blocks import BLOCK_TOKENS, join_ids
+from services.common.blocks import BLOCK_TOKENS, BlockId, join_ids
 from services.worker.admission import SchedulerLimits
 from services.worker.block_pool import BlockPool
 from services.worker.draws import DrawRow, Draws
@@ -103,7 +103,7 @@ class EngineCore:
             case PushDone():
                 self.transfers.pushes.finish(message)
             case PinBlocks():
-                answer = self.transfers.pins.pin(message)
+                answer = self.transfers.pins.pin(message, self._is_coming)
                 self.to_mover.extend([] if answer is None else [answer])
             case Unpin(key=key):
                 self.transfers.pins.unpin(key)
@@ -297,6 +297,10 @@ class EngineCore:
 
     def _observe(self, chunks: Sequence[Chunk], step_s: float) -> None:
         self.rates.observe_step(step_work(chunks), step_s)
+
+    def _is_coming(self, block: BlockId) -> bool:
+        """Whether a prompt has this block, computed or not."""
+        return any(block in request.prompt_ids for request in self.scheduler.requests.values())
 
     def _give_up_pins(self, gone: Request) -> None:
         """Let nobody wait for blocks that only `gone` would have computed."""

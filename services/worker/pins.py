@@ -1,14 +1,14 @@
 """Blocks that remote pullers read, and pullers that wait for blocks which are still being computed. Pure.
 
 A pin is answered with the leading wanted blocks that are here, as far as a bound on all pins allows. One that may wait
-is answered once the first of them is here, or once nobody computes it any more; how long it waits is the mover's
-affair, which takes it back (Unpin) when it has waited enough. A waiting pin holds nothing. Every pin that is not taken
-back gets exactly one answer, and every answer with slots is ended by an Unpin.
+while somebody computes the first of them is answered once that is here, or once nobody computes it any more; how long
+it waits is the mover's affair, which takes it back (Unpin) when it has waited enough. A waiting pin holds nothing.
+Every pin that is not taken back gets exactly one answer, and every answer with slots is ended by an Unpin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from services.common.blocks import BlockId, split_ids
 from services.worker.block_pool import BlockPool
@@ -30,11 +30,16 @@ class Pins:
         """Whether nothing is held and nobody waits."""
         return not (self._held or self._waiting)
 
-    def pin(self, wanted: PinBlocks) -> PinnedSlots | None:
-        """Hold the leading wanted blocks that are here; None when the pin waits for the first of them."""
+    def pin(self, wanted: PinBlocks, is_coming: Callable[[BlockId], bool]) -> PinnedSlots | None:
+        """Hold the leading wanted blocks that are here; None when the pin waits for the first of them.
+
+        is_coming: whether somebody computes a block, or has it.
+        """
+        if wanted.key in self._held or wanted.key in self._waiting:
+            return PinnedSlots(wanted.key, [])
         ids = split_ids(wanted.ids)
-        slots = [] if self._knows(wanted.key) else self._hold(wanted.key, ids)
-        if slots or not wanted.may_wait or self._knows(wanted.key):
+        slots = self._hold(wanted.key, ids)
+        if slots or not wanted.may_wait or not is_coming(ids[0]):
             return PinnedSlots(wanted.key, slots)
         self._waiting[wanted.key] = ids
         return None
@@ -67,9 +72,6 @@ class Pins:
     def awaited(self) -> set[BlockId]:
         """The blocks that pins wait for."""
         return {ids[0] for ids in self._waiting.values()}
-
-    def _knows(self, key: int) -> bool:
-        return key in self._held or key in self._waiting
 
     def _hold(self, key: int, ids: list[BlockId]) -> list[int]:
         slots = self._pool.match(ids)[: max(0, self._max_blocks - self._num_blocks)]

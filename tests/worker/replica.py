@@ -149,7 +149,9 @@ def _note(answer: Answer, response: worker_pb2.WorkerGenerateResponse) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running_worker(folder: Path, redis_url: str, *flags: str, threads: int = 2) -> AsyncIterator[WorkerProcess]:
+async def running_worker(
+    folder: Path, redis_url: str, *flags: str, threads: int = 2, env: dict[str, str] | None = None
+) -> AsyncIterator[WorkerProcess]:
     """A ready worker with the default model; killed at the end if it still runs. threads 0: as many as it likes."""
     folder.mkdir(parents=True, exist_ok=True)
     ready_file, log = folder / "ready.json", folder / "worker.log"
@@ -161,7 +163,7 @@ async def running_worker(folder: Path, redis_url: str, *flags: str, threads: int
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             [*command, *instance, *team, *pool, *flags],
-            env=clean_environment(KVMESH_MESH_SECRET=SECRET),
+            env=clean_environment(KVMESH_MESH_SECRET=SECRET, **(env or {})),
             stderr=stderr,
         )
     try:

@@ -20,6 +20,7 @@ class Scene:
         self.pool = BlockPool(16)
         self.pins = Pins(self.pool, max_blocks)
         self.slots: list[int] = []
+        self.is_computing = True
 
     def compute(self) -> None:
         """The next block of the chain."""
@@ -29,7 +30,7 @@ class Scene:
         self.slots.append(self.pool.register(slot, IDS[number], parent))
 
     def pin(self, key: int, first: int, *, may_wait: bool = True) -> PinnedSlots | None:
-        return self.pins.pin(PinBlocks(key, join_ids(IDS[first:]), may_wait))
+        return self.pins.pin(PinBlocks(key, join_ids(IDS[first:]), may_wait), lambda _: self.is_computing)
 
 
 def test_a_waiting_pin_is_answered_with_what_has_come() -> None:
@@ -47,6 +48,8 @@ def test_a_waiting_pin_is_answered_with_what_has_come() -> None:
 def test_a_pin_that_may_not_wait_is_answered_at_once() -> None:
     scene = Scene()
     assert scene.pin(1, 0, may_wait=False) == PinnedSlots(1, [])
+    scene.is_computing = False
+    assert scene.pin(2, 0) == PinnedSlots(2, [])
     assert scene.pins.is_idle
 
 

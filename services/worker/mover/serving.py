@@ -32,6 +32,9 @@ from services.worker.mover_messages import PinBlocks, PinnedSlots, Unpin
 # The engine answers between two steps, which take 250 ms at most.
 PIN_TIMEOUT_S = 2.0
 MAX_PINS = 256
+# A pull that waits may come before the request that computes its blocks.
+_GRACE_S = 1.0
+_LOOK_AGAIN_S = 0.05
 _log = structlog.get_logger()
 
 
@@ -77,17 +80,27 @@ class PinnedSource:
             future.set_result(message.slots)
 
     async def lease(self, request: PullRequest) -> PinnedLease:
-        """The leading blocks that the engine has, once it has the first or for the request's wait has not got it.
+        """The leading blocks that the engine has; none for another epoch or for heads of other ranks.
 
-        None for another epoch or for heads of other ranks.
+        With wait_s, once it has the first: as long as it computes that, and for a moment while it does not yet.
         """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + min(_GRACE_S, request.wait_s)
+        while True:
+            lease = await self._lease(request)
+            if lease.blocks or lease.stop != STOP_MISSING or loop.time() >= until_s:
+                return lease
+            lease.release(0, "")
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _lease(self, request: PullRequest) -> PinnedLease:
         if request.epoch not in (0, self._epoch):
-            return PinnedLease([], STOP_EPOCH, lambda _: None)
+            return _nothing(STOP_EPOCH)
         wanted = request.heads or self._format.all_heads
         if not self._heads.contains(wanted):
-            return PinnedLease([], STOP_HEADS, lambda _: None)
+            return _nothing(STOP_HEADS)
         if self._num_pins >= MAX_PINS:
-            return PinnedLease([], STOP_OVERLOAD, lambda _: None)
+            return _nothing(STOP_OVERLOAD)
         key = next(self._keys)
         self._num_pins += 1
         try:
@@ -97,7 +110,7 @@ class PinnedSource:
             self._unpin(key)
             level = logging.INFO if request.wait_s else logging.WARNING
             _log.log(level, "the engine did not pin blocks in time", blocks=len(request.ids), wait_s=request.wait_s)
-            return PinnedLease([], STOP_MISSING if request.wait_s else STOP_OVERLOAD, lambda _: None)
+            return _nothing(STOP_MISSING if request.wait_s else STOP_OVERLOAD)
         except BaseException:
             self._unpin(key)
             raise
@@ -149,9 +162,13 @@ class PinnedLease:
 
     def release(self, num_sent: int, stop: str) -> None:
         """As `BlockLease.release`."""
-        if stop:
+        if stop and stop != STOP_MISSING:
             _log.info("a served pull stopped short", sent_blocks=num_sent, stop=stop)
         self._released(num_sent)
+
+
+def _nothing(stop: str) -> PinnedLease:
+    return PinnedLease([], stop, lambda _: None)
 
 
 class NoReservation:
