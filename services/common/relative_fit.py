@@ -40,7 +40,9 @@ class RelativeFit:
         self._prior = np.array(prior, np.float64) * self._scales
         self._values = self._prior
         # Each prior cost is as many observations of itself, with the relative error that it makes in a typical sum.
-        self._ridge = prior_weight / max(typical, _LEAST) ** 2
+        ridge = prior_weight / max(typical, _LEAST) ** 2
+        self._ridge_moments = ridge * np.eye(len(self._scales))
+        self._ridge_products = ridge * self._prior
         self._kept = float(np.exp(-1.0 / memory))
         self._moments = np.zeros((len(self._scales), len(self._scales)))
         self._products = np.zeros(len(self._scales))
@@ -68,9 +70,12 @@ class RelativeFit:
         return result
 
     def _solve(self) -> npt.NDArray[np.float64]:
-        moments = self._moments + self._ridge * np.eye(len(self._scales))
-        products = self._products + self._ridge * self._prior
-        kept = np.arange(len(self._scales))
+        moments = self._moments + self._ridge_moments
+        products = self._products + self._ridge_products
+        values = np.linalg.solve(moments, products)
+        kept = np.flatnonzero(values >= 0)
+        if len(kept) == len(values):
+            return np.asarray(values, np.float64)
         result = np.zeros(len(self._scales))
         while len(kept):
             values = np.linalg.solve(moments[np.ix_(kept, kept)], products[kept])

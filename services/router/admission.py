@@ -60,19 +60,23 @@ def admissible(
     """The candidates that may have the request, at least one; or why none may."""
     idle = _is_idle(rows)
     limit_s = _time_left_s(ask)
-    in_time = _expected_ttft_s(rows, costs, idle, forecast.margin) <= limit_s
-    if not in_time.any():
-        return _too_late(costs, limit_s, forecast)
-    keeps_pace = paced(ask, rows, costs, config)
-    able = in_time & keeps_pace
+    keeps_pace = able = paced(ask, rows, costs, config)
+    if limit_s < np.inf:
+        in_time = _expected_ttft_s(rows, costs, idle, forecast.margin) <= limit_s
+        if not in_time.any():
+            return _too_late(costs, limit_s, forecast)
+        able = in_time & keeps_pace
     queue_limit_s = config.max_queue_s * config.queue_shares.get(ask.priority, 1.0)
     below = idle | (costs.queue_s <= queue_limit_s)
-    # A worker with room bounds the queues of the others even where it is too late itself: what only the holder of its
-    # prefix serves in time goes there, and does not keep those behind it from workers with nothing to do.
-    has_room = keeps_pace & below
-    elsewhere_s = costs.predicted_ttft_s[has_room].min() if has_room.any() else 0.0
-    admitted: BoolArray = able & (below | (costs.predicted_ttft_s < elsewhere_s))
-    return admitted if admitted.any() else _full(costs, able, queue_limit_s, forecast)
+    if np.count_nonzero(below) == len(below):
+        admitted = able
+    else:
+        # A worker with room bounds the queues of the others even where it is too late itself: what only the holder of
+        # its prefix serves in time goes there, and does not keep those behind it from workers with nothing to do.
+        has_room = keeps_pace & below
+        elsewhere_s = costs.predicted_ttft_s[has_room].min() if has_room.any() else 0.0
+        admitted = able & (below | (costs.predicted_ttft_s < elsewhere_s))
+    return admitted if np.count_nonzero(admitted) else _full(costs, able, queue_limit_s, forecast)
 
 
 def paced(ask: Ask, rows: WorkerRows, costs: Costs, config: AdmissionConfig) -> BoolArray:

@@ -171,6 +171,8 @@ class Decisions:
             self._metrics.forgotten()
 
     def _explain(self, ask: Ask, answer: Placement | Refused) -> None:
+        if isinstance(answer, Placement) and not _explains():
+            return
         fields = {
             "request_id": ask.id.request_id,
             "attempt": ask.id.attempt,
@@ -183,7 +185,7 @@ class Decisions:
             _log.debug("full", detail=answer.detail, **fields)
         elif isinstance(answer, Refused):
             _log.info("refused", reason=answer.reason.value, detail=answer.detail, **fields)
-        elif _explains():
+        else:
             _log.debug(
                 "granted",
                 worker_id=answer.worker_id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -196,23 +196,30 @@ class PullRun:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why: of each candidate its score (the lowest won) and the terms it is made of, all in the same order."""
+    """Why: of each candidate its score (the lowest won), and the terms it is made of where they are asked for."""
 
     candidates: npt.NDArray[np.int64]
     scores: npt.NDArray[np.float64]
-    terms: dict[str, npt.NDArray[np.float64]]
+    # The terms by name, of all candidates or of those at some places, in the order of these.
+    terms_of: Callable[[slice | npt.NDArray[np.int64]], dict[str, npt.NDArray[np.float64]]]
     chosen: int
+
+    @property
+    def terms(self) -> dict[str, npt.NDArray[np.float64]]:
+        """Of all candidates."""
+        return self.terms_of(slice(None))
 
     def best(self, names: Mapping[int, WorkerId], most: int) -> list[dict[str, object]]:
         """The `most` best candidates for a log line; names: worker ids by row."""
         order = np.argsort(self.scores, kind="stable")[:most]
+        terms = self.terms_of(order)
         return [
             {
                 "worker_id": names.get(int(self.candidates[at]), ""),
                 "score": round(float(self.scores[at]), 6),
-                **{name: round(float(values[at]), 6) for name, values in self.terms.items()},
+                **{name: round(float(values[place]), 6) for name, values in terms.items()},
             }
-            for at in order
+            for place, at in enumerate(order.tolist())
         ]
 
 

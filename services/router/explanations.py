@@ -137,11 +137,11 @@ def _best(explanation: Explanation, names: Mapping[int, WorkerId]) -> Candidates
     kept = min(KEPT_CANDIDATES, len(scores))
     order = np.argpartition(scores, kept - 1)[:kept] if kept < len(scores) else np.arange(len(scores))
     order = order[np.argsort(scores[order], kind="stable")]
-    order = np.concatenate([[explanation.chosen], order[order != explanation.chosen]])[:kept]
-    columns = [scores[order], *(values[order] for values in explanation.terms.values())]
+    order = np.array([explanation.chosen, *(at for at in order.tolist() if at != explanation.chosen)][:kept])
+    terms = explanation.terms_of(order)
     return Candidates(
         total=len(scores),
-        workers=tuple(names.get(int(row), "") for row in explanation.candidates[order]),
-        terms=tuple(explanation.terms),
-        values=np.stack(columns, axis=1).astype(np.float32),
+        workers=tuple(names.get(row, "") for row in explanation.candidates[order].tolist()),
+        terms=tuple(terms),
+        values=np.array([scores[order], *terms.values()], np.float32).T,
     )

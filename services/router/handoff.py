@@ -95,7 +95,7 @@ def best_pair(
 ) -> Pair | None:
     """The pair that costs least of some candidates, none where they have nothing to hand over.
 
-    firsts, seconds: positions in the sides. links: [second, first], of the pull. queue_bytes: of each first.
+    firsts, seconds: positions in the sides. links: [first, second], of the pull. queue_bytes: of each first.
     """
     blocks = request.usable_blocks - decode.view.local_blocks[seconds]
     if not len(firsts) or not len(seconds) or not blocks.any():
@@ -153,7 +153,7 @@ def _handoff_s(
     num_bytes = (blocks * others["block_bytes"][seconds])[:, None]
     # Blocks of the prompt's last step can only be pulled after it.
     last_bytes = others["block_bytes"][seconds][:, None] * np.ceil(rows["step_tokens"][firsts] / request.block_tokens)
-    rate, setup_s = links.bytes_per_s, links.setup_s
+    rate, setup_s = links.bytes_per_s.T, links.setup_s.T
     pull_s = setup_s + (queue_bytes + num_bytes) / rate
     tail_s = np.maximum(pull_s - prefill.costs.prefill_s[firsts], setup_s + np.minimum(num_bytes, last_bytes) / rate)
     busy_s = np.maximum(0.0, decode.costs.queue_s[seconds][:, None] - prefill.costs.predicted_ttft_s[firsts])

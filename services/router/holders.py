@@ -121,13 +121,13 @@ class Holders:
             return no_sources(len(candidates.rows))
         names = [source.record.life for source in sources]
         hosts = np.array([self._host(source) for source in sources], np.int64)
-        same_host = self._table.rows["host"][candidates.at][:, None] == hosts
+        same_host = hosts[:, None] == self._table.rows["host"][candidates.at]
         links = self._table.links
         return Sources(
             end=np.array([source.end for source in sources], np.int64),
             memory_end=np.array([source.memory_end for source in sources], np.int64),
             queue_bytes=links.queue_bytes(names),
-            is_self=candidates.rows[:, None] == np.array([source.row for source in sources], np.int64),
+            is_self=np.array([[source.row] for source in sources], np.int64) == candidates.rows,
             links=links.links(candidates.rows, names, same_host),
         )
 

@@ -84,13 +84,13 @@ class LinkTable:
         return np.array([self._queue_bytes.get(holder, 0.0) for holder in holders], np.float64)
 
     def links(self, rows: IntArray, holders: Sequence[str], same_host: BoolMatrix) -> LinkArrays:
-        """Links of the workers in `rows` to `holders`; same_host, [worker, holder], decides what is assumed."""
+        """Links of the workers in `rows` to `holders`; same_host, [holder, worker], decides what is assumed."""
         near_rate = np.where(same_host, NEAR.bytes_per_s, FAR.bytes_per_s)
         near_setup_s = np.where(same_host, NEAR.setup_s, FAR.setup_s)
         assumed = LinkArrays(
             near_rate, near_setup_s, np.minimum(near_rate, SSD.bytes_per_s), np.full(near_rate.shape, SSD.setup_s)
         )
-        known = [(column, self._holders[one]) for column, one in enumerate(holders) if one in self._holders]
+        known = [(place, self._holders[one]) for place, one in enumerate(holders) if one in self._holders]
         if known:
             self._put_measured(assumed, rows, known, same_host)
         return assumed
@@ -98,31 +98,32 @@ class LinkTable:
     def _put_measured(
         self, links: LinkArrays, rows: IntArray, known: list[tuple[int, _Holder]], same_host: BoolMatrix
     ) -> None:
-        """Instead of what is assumed, of the workers that have measured any of the holders; known: by column."""
-        num_rows = int(rows.max()) + 1
+        """Instead of what is assumed, of the workers that have measured any of the holders; known: by place."""
+        num_rows = int(rows.max(initial=-1)) + 1
         used = np.zeros(num_rows, np.bool_)
         used[[row for _, holder in known for row in holder.used if row < num_rows]] = True
         at = used[rows].nonzero()[0]
         if not len(at):
             return
-        rows, same_host, near_rate, near_setup_s = rows[at], same_host[at], links.bytes_per_s[at], links.setup_s[at]
+        rows, same_host = rows[at], same_host[:, at]
+        near_rate, near_setup_s = links.bytes_per_s[:, at], links.setup_s[:, at]
         # The figures come first, so that each is one contiguous array.
         measured = np.empty((len(_NOTHING), *near_rate.shape))
         measured[:] = _NOTHING[:, None, None]
-        for column, holder in known:
-            measured[:, :, column] = _lines(holder, num_rows)[rows].T
+        for place, holder in known:
+            measured[:, place] = _lines(holder, num_rows)[rows].T
         rate, setup_s, freshness, ssd_rate, ssd_setup_s, ssd_freshness = measured
         # A holder that was never tried is taken to be as good as the best of its kind, or it never would be.
         untried = freshness == 0
         near_rate = np.where(untried, np.maximum(near_rate, _best(rate, untried, same_host)), near_rate)
         near_setup_s = np.where(untried, np.minimum(near_setup_s, -_best(-setup_s, untried, same_host)), near_setup_s)
         ssd_near_rate = np.minimum(near_rate, SSD.bytes_per_s)
-        links.bytes_per_s[at] = np.maximum(rate, rate**freshness * near_rate ** (1.0 - freshness))
-        links.setup_s[at] = np.minimum(setup_s, setup_s**freshness * near_setup_s ** (1.0 - freshness))
-        links.ssd_bytes_per_s[at] = np.maximum(
+        links.bytes_per_s[:, at] = np.maximum(rate, rate**freshness * near_rate ** (1.0 - freshness))
+        links.setup_s[:, at] = np.minimum(setup_s, setup_s**freshness * near_setup_s ** (1.0 - freshness))
+        links.ssd_bytes_per_s[:, at] = np.maximum(
             ssd_rate, ssd_rate**ssd_freshness * ssd_near_rate ** (1.0 - ssd_freshness)
         )
-        links.ssd_setup_s[at] = np.minimum(
+        links.ssd_setup_s[:, at] = np.minimum(
             ssd_setup_s, ssd_setup_s**ssd_freshness * SSD.setup_s ** (1.0 - ssd_freshness)
         )
 
@@ -137,7 +138,7 @@ class LinkTable:
 def _best(values: FloatArray, untried: BoolMatrix, same_host: BoolMatrix) -> FloatArray:
     """For each pair, the worker's largest value among the tried holders on its host, or else among the others."""
     of_kind = [
-        np.where(~untried & (same_host == near), values, -np.inf).max(axis=1, keepdims=True, initial=-np.inf)
+        np.where(~untried & (same_host == near), values, -np.inf).max(axis=0, keepdims=True, initial=-np.inf)
         for near in (False, True)
     ]
     result: FloatArray = np.where(same_host, of_kind[1], of_kind[0])

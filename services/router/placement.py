@@ -14,7 +14,7 @@ from services.common.running_mean import RunningMean
 from services.router.admission import RETRY_S, AdmissionConfig, Forecast, admissible, paced
 from services.router.calibration import Calibration
 from services.router.capability import candidates as able_candidates
-from services.router.domain import Ask, Explanation, Placement, Prediction, PullRun, RefusalReason, Refused, WorkerId
+from services.router.domain import Ask, Explanation, Placement, Prediction, RefusalReason, Refused, WorkerId
 from services.router.handoff import (
     MAX_DECODE,
     MAX_PREFILL,
@@ -31,7 +31,6 @@ from services.router.holders import Holders, Holding, Source, pull_run
 from services.router.lateness import Lateness
 from services.router.policies import POLICIES, Policy
 from services.router.policies.costs import Costs, estimate
-from services.router.policies.pulls import NO_SOURCE, PullPlans
 from services.router.policies.view import FloatArray, PolicyRequest, PolicyView, rendezvous
 from services.router.roll_call import Present
 from services.router.worker_rows import Selection
@@ -209,7 +208,7 @@ class Placer:
             decode,
             firsts=firsts,
             seconds=seconds,
-            links=links.links(second_rows, names, hosts[second_rows][:, None] == hosts[first_rows]),
+            links=links.links(second_rows, names, hosts[first_rows][:, None] == hosts[second_rows]),
             queue_bytes=links.queue_bytes(names),
         )
 
@@ -226,7 +225,7 @@ class Placer:
         worker = self._table.workers[worker_id]
         identity = worker.identity
         assert identity is not None
-        runs = _runs(costs.pull, side.sources, chosen, int(view.local_blocks[chosen]))
+        runs = [pull_run(side.sources[source], first, end) for source, first, end in costs.pull.runs(chosen)]
         tokens = int(costs.prefill_tokens[chosen])
         return Placement(
             worker_id=worker_id,
@@ -240,7 +239,7 @@ class Placer:
             num_blocks=-(-tokens // identity.block_tokens) + sum(run.num_blocks for run in runs),
             pulled_bytes=tuple((run.holder, float(run.num_blocks * identity.block_bytes)) for run in runs),
             policy=policy,
-            explanation=Explanation(side.rows, scores, costs.terms(), chosen),
+            explanation=Explanation(side.rows, scores, costs.terms, chosen),
             prediction=_prediction(view, costs, chosen),
             prefill_pairs=float(costs.prefill_pairs[chosen]),
             work_s=float(costs.work_s[chosen]),
@@ -251,11 +250,11 @@ class Placer:
 
 def _prediction(view: PolicyView, costs: Costs, chosen: int) -> Prediction:
     return Prediction(
-        features=tuple(costs.features[chosen].tolist()),
+        features=costs.features(chosen),
         pace=float(view.rows["pace"][chosen]),
         ttft_s=float(costs.predicted_ttft_s[chosen]),
         tpot_s=float(costs.predicted_tpot_s[chosen]),
-        uncorrected_ttft_s=float(costs.predicted_ttft_s[chosen] - costs.correction_s[chosen]),
+        uncorrected_ttft_s=costs.uncorrected_ttft_s(chosen),
         queue_s=float(costs.queue_s[chosen]),
         uncorrected_tpot_s=float(costs.uncorrected_tpot_s[chosen]),
     )
@@ -263,15 +262,10 @@ def _prediction(view: PolicyView, costs: Costs, chosen: int) -> Prediction:
 
 def _lowest(scores: FloatArray, view: PolicyView, request: PolicyRequest) -> int:
     """The lowest score; among equals the one that the prompt's beginning prefers, so that they spread by prefix."""
-    best = scores.min()
-    equals = np.flatnonzero(scores <= best + 1e-9 * (1.0 + abs(best)))
-    if len(equals) == 1:
-        return int(equals[0])
+    first = int(scores.argmin())
+    best = float(scores[first])
+    near = scores <= best + 1e-9 * (1.0 + abs(best))
+    if np.count_nonzero(near) == 1:
+        return first
+    equals = np.flatnonzero(near)
     return int(equals[rendezvous(view.rows["name_hash"][equals], request.prefix_key).argmax()])
-
-
-def _runs(plans: PullPlans, sources: list[Source], chosen: int, local: int) -> list[PullRun]:
-    """What the chosen worker pulls."""
-    first_end, end = int(plans.first_end[chosen]), int(plans.end[chosen])
-    planned = ((plans.first_source[chosen], local, first_end), (plans.second_source[chosen], first_end, end))
-    return [pull_run(sources[source], first, last) for source, first, last in planned if source != NO_SOURCE]

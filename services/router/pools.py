@@ -13,6 +13,7 @@ from services.router.gateway_queues import GatewayQueues
 from services.router.placement import Placer
 from services.router.policies.view import WorkerRows
 from services.router.scaling import Backlog, Demand, DesiredReplicas, ScalingConfig, backlog, needed_replicas, work_s
+from services.router.worker_rows import OneRow
 from services.router.workers import WorkerTable
 
 
@@ -73,9 +74,9 @@ class Pools:
         """A worker was granted a request, by whichever router."""
         key = self._key_of(worker_id)
         if key is not None:
-            row = self._table.rows.take([self._table.workers[worker_id].row])
-            seconds = work_s(row, prefill_tokens, self._placer.output_tokens.value)
-            self._pool(key).demand.add_work(float(seconds[0]), now_s)
+            row = OneRow(self._table.rows, self._table.workers[worker_id].row)
+            seconds = float(work_s(row, prefill_tokens, self._placer.output_tokens.value))
+            self._pool(key).demand.add_work(seconds, now_s)
 
     def update(self, now_s: float) -> None:
         """Judge every pool anew; those without a worker are forgotten."""

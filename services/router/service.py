@@ -84,22 +84,22 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     def _answer(self, message: router_pb2.Ask, opened: OpenAttempts) -> router_pb2.RouteResponse:
         parent = propagate.extract({"traceparent": message.traceparent}) if message.traceparent else None
-        with _tracer.start_as_current_span("route", context=parent) as span:
-            try:
-                answer = self._decisions.ask(_ask_of(message), opened, time.monotonic())
-            except BadAskError as error:
-                answer = Refused(RefusalReason.BAD_ASK, str(error), 0.0)
-            span.set_attribute("kvmesh.request_id", message.request_id)
-            span.set_attribute("kvmesh.attempt", message.attempt)
-            if isinstance(answer, Refused):
-                span.set_attribute("kvmesh.refusal", answer.reason.value)
-                return router_pb2.RouteResponse(refusal=_refusal(message, answer))
-            span.set_attribute("kvmesh.worker_id", answer.worker_id)
-            span.set_attribute("kvmesh.policy", answer.policy)
-            span.set_attribute("kvmesh.predicted_ttft_s", answer.predicted_ttft_s)
-            span.set_attribute("kvmesh.local_blocks", answer.local_blocks)
-            span.set_attribute("kvmesh.pull_blocks", sum(run.num_blocks for run in answer.pull_plan))
-            return router_pb2.RouteResponse(grant=_grant(message, answer))
+        span = _tracer.start_span("route", context=parent)
+        if span.get_span_context().is_valid:
+            with trace.use_span(span, end_on_exit=True):
+                answer = self._decide(message, opened)
+                _describe(span, message, answer)
+        else:
+            answer = self._decide(message, opened)
+        if isinstance(answer, Refused):
+            return router_pb2.RouteResponse(refusal=_refusal(message, answer))
+        return router_pb2.RouteResponse(grant=_grant(message, answer))
+
+    def _decide(self, message: router_pb2.Ask, opened: OpenAttempts) -> Placement | Refused:
+        try:
+            return self._decisions.ask(_ask_of(message), opened, time.monotonic())
+        except BadAskError as error:
+            return Refused(RefusalReason.BAD_ASK, str(error), 0.0)
 
     def _close(self, message: router_pb2.Done, opened: OpenAttempts) -> None:
         attempt, outcome = AttemptId(message.request_id, message.attempt), _OUTCOMES.get(message.outcome, "unspecified")
@@ -114,6 +114,19 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
         ended = Ended(outcome, message.ttft_s, message.tpot_s, message.output_tokens)
         self._decisions.explanations.ended(attempt, ended)
+
+
+def _describe(span: trace.Span, message: router_pb2.Ask, answer: Placement | Refused) -> None:
+    span.set_attribute("kvmesh.request_id", message.request_id)
+    span.set_attribute("kvmesh.attempt", message.attempt)
+    if isinstance(answer, Refused):
+        span.set_attribute("kvmesh.refusal", answer.reason.value)
+        return
+    span.set_attribute("kvmesh.worker_id", answer.worker_id)
+    span.set_attribute("kvmesh.policy", answer.policy)
+    span.set_attribute("kvmesh.predicted_ttft_s", answer.predicted_ttft_s)
+    span.set_attribute("kvmesh.local_blocks", answer.local_blocks)
+    span.set_attribute("kvmesh.pull_blocks", sum(run.num_blocks for run in answer.pull_plan))
 
 
 def _ask_of(message: router_pb2.Ask) -> Ask:

@@ -110,3 +110,17 @@ class PickedRows:
 
     def __len__(self) -> int:
         return len(self._selection.rows)
+
+
+class OneRow:
+    """A single row of a store: numbers in place of columns."""
+
+    def __init__(self, rows: WorkerRows, row: int) -> None:
+        self._rows = rows
+        self._row = row
+
+    def __getitem__(self, name: str, /) -> Any:
+        return self._rows[name][self._row].item()
+
+    def __len__(self) -> int:
+        return 1

@@ -14,11 +14,6 @@ from services.router.domain import Prediction
 from services.router.policies.correction import NUM_WEIGHTS, PRIOR, Correction, features
 
 
-def parts(queue_s: float, prefill_s: float, others_s: float, tokens: int) -> tuple[float, ...]:
-    arrays = (np.array([value]) for value in (queue_s, prefill_s, others_s))
-    return tuple(features(*arrays, np.array([tokens]))[0].tolist())
-
-
 def prediction(feature: tuple[float, ...], correction: Correction, tpot_s: float = 0.02) -> Prediction:
     ttft_s = float(np.dot(feature, correction.weights))
     return Prediction(feature, 1.0, ttft_s, tpot_s * correction.tpot, sum(feature[1:]), tpot_s, sum(feature[1:4]))
@@ -35,7 +30,7 @@ def test_systematic_errors_are_learned(weights: list[float], overhead: float, se
     errors = []
     for _ in range(400):
         tokens = rng.choice([30, 200, 700, 1500])
-        feature = parts(rng.choice([0.0, 0.05, 0.5, 2.0]) * rng.random(), tokens / 1500, 0.05 * rng.random(), tokens)
+        feature = features(rng.choice([0.0, 0.05, 0.5, 2.0]) * rng.random(), tokens / 1500, 0.05 * rng.random(), tokens)
         actual_s = float(np.dot(feature, (overhead, *weights))) * rng.uniform(0.9, 1.1)
         made = prediction(feature, calibration.correction)
         errors.append(abs(made.ttft_s - actual_s) / actual_s)
@@ -48,17 +43,17 @@ def test_systematic_errors_are_learned(weights: list[float], overhead: float, se
 def test_corrections_are_bounded_and_more_queue_never_predicts_less(actual: list[float]) -> None:
     calibration = Calibration()
     for ttft_s in actual:
-        made = prediction(parts(0.4, 0.2, 0.01, 300), calibration.correction)
+        made = prediction(features(0.4, 0.2, 0.01, 300), calibration.correction)
         calibration.observe(made, ttft_s=ttft_s, tpot_s=ttft_s)
     weights = calibration.correction.weights
     assert 0.0 <= weights[0] <= 10.0
     assert all(1 / 3 <= weight <= 3 for weight in weights[1:])
-    queues = [np.dot(parts(queue_s, 0.2, 0.01, 300), weights) for queue_s in np.linspace(0, 3, 50)]
+    queues = [np.dot(features(queue_s, 0.2, 0.01, 300), weights) for queue_s in np.linspace(0, 3, 50)]
     assert (np.diff(queues) > 0).all()
 
 
 def test_nothing_learned_changes_nothing() -> None:
-    feature = parts(0.7, 0.3, 0.1, 400)
+    feature = features(0.7, 0.3, 0.1, 400)
     assert np.dot(feature, PRIOR) == pytest.approx(1.1)
     calibration = Calibration()
     calibration.observe(prediction(feature, Correction()), ttft_s=0.0, tpot_s=0.0)

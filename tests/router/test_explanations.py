@@ -28,7 +28,9 @@ def placement(scores: list[float], chosen: int) -> Placement:
         num_blocks=4,
         pulled_bytes=(),
         policy="predicted_ttft",
-        explanation=Explanation(np.arange(len(scores)), np.array(scores), terms, chosen),
+        explanation=Explanation(
+            np.arange(len(scores)), np.array(scores), lambda at: {name: of[at] for name, of in terms.items()}, chosen
+        ),
         prediction=Prediction((), 1.0, 0.5, 0.02, 0.5, 0.02, 0.0),
     )
 

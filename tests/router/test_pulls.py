@@ -15,7 +15,7 @@ from services.common.announcements import Tier
 from services.common.links import FAR, NEAR, SSD, Link, faded
 from services.router.domain import AttemptId, HolderLinks, MeasuredLink, Placement, WorkerId
 from services.router.link_table import LinkTable
-from services.router.policies.pulls import NO_SOURCE, best_plans
+from services.router.policies.pulls import best_plans
 from services.router.policies.view import WORKER_ROW, LinkArrays, PolicyRequest, PolicyView, Sources, idle
 from services.router.worker_state import PendingAttempt
 from tests.router.scenes import IDLE, NOW_S, Scene, chain, links
@@ -69,7 +69,7 @@ def view_of(sources: list[Holder], local: int, tokens_per_s: float) -> PolicyVie
     rows["step_tokens"], rows["fixed_s"] = STEP_TOKENS, FIXED_S
 
     def column(name: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        return np.array([[getattr(source, name) for source in sources]], np.float64)
+        return np.array([[getattr(source, name)] for source in sources], np.float64)
 
     return PolicyView(
         rows,
@@ -77,8 +77,8 @@ def view_of(sources: list[Holder], local: int, tokens_per_s: float) -> PolicyVie
         Sources(
             end=np.array([source.end for source in sources]),
             memory_end=np.array([source.memory_end for source in sources]),
-            queue_bytes=column("queue_bytes")[0],
-            is_self=np.zeros((1, len(sources)), np.bool_),
+            queue_bytes=column("queue_bytes")[:, 0],
+            is_self=np.zeros((len(sources), 1), np.bool_),
             links=LinkArrays(column("rate"), column("setup_s"), column("ssd_rate"), column("ssd_setup_s")),
         ),
         idle(1),
@@ -121,19 +121,13 @@ def test_the_plan_is_the_best_and_never_slower_than_computing(
     assert float(plans.alone_s[0]) == pytest.approx(prefill_s(local, tokens_per_s))
     assert total_s == pytest.approx(best_by_hand(sources, local, tokens_per_s))
     # And it is what it says.
-    first, second, middle, end = (
-        int(value[0]) for value in (plans.first_source, plans.second_source, plans.first_end, plans.end)
-    )
-    seconds = 0.0
-    if first != NO_SOURCE:
-        assert local < middle <= min(sources[first].end, REQUEST.usable_blocks)
-        seconds += sources[first].seconds(local, middle)
-    if second != NO_SOURCE:
-        assert middle < end <= min(sources[second].end, REQUEST.usable_blocks)
-        seconds += sources[second].seconds(middle, end)
-    assert end == (middle if second == NO_SOURCE else end)
+    seconds, at = 0.0, local
+    for source, first, end in plans.runs(0):
+        assert first == at < end <= min(sources[source].end, REQUEST.usable_blocks)
+        seconds, at = seconds + sources[source].seconds(first, end), end
+    assert int(plans.end[0]) == at
     assert float(plans.seconds[0]) == pytest.approx(seconds, abs=1e-9)
-    assert float(plans.prefill_s[0]) == pytest.approx(prefill_s(end, tokens_per_s))
+    assert float(plans.prefill_s[0]) == pytest.approx(prefill_s(at, tokens_per_s))
 
 
 @settings(max_examples=200, deadline=None)
@@ -258,6 +252,12 @@ def test_routers_fade_figures_as_workers_do(
     assert found.ssd_setup_s[0, 0] == pytest.approx(ssd.setup_s)
 
 
+def test_nobody_has_links_where_nobody_asks() -> None:
+    table = LinkTable()
+    table.report(0, (HolderLinks("k", MeasuredLink(1e9, 0.001)),))
+    assert table.links(np.zeros(0, np.int64), ["k"], np.ones((1, 0), np.bool_)).bytes_per_s.shape == (1, 0)
+
+
 def test_no_figures_stay_of_what_is_no_longer_reported() -> None:
     scene = Scene()
     both = replace(
@@ -270,8 +270,8 @@ def test_no_figures_stay_of_what_is_no_longer_reported() -> None:
     assert table.queue_bytes(["kvstore/k@1", "kvstore/l@1"]).tolist() == [10.0, 0.0]
     scene.table.report(WorkerId("a"), IDLE, NOW_S)
     rows = np.array([scene.table.workers[WorkerId(name)].row for name in ("a", "b")])
-    same_host = np.ones((2, 1), np.bool_)
-    assert table.links(rows, ["kvstore/k@1"], same_host).bytes_per_s[:, 0].tolist() == [NEAR.bytes_per_s, 1e6]
+    same_host = np.ones((1, 2), np.bool_)
+    assert table.links(rows, ["kvstore/k@1"], same_host).bytes_per_s[0].tolist() == [NEAR.bytes_per_s, 1e6]
     scene.table.grant(WorkerId("b"), AttemptId("r", 1), PendingAttempt(1, 1, NOW_S, (("kvstore/k@1", 7.0),)))
     assert table.queue_bytes(["kvstore/k@1"])[0] == 12.0
     scene.table.forget(WorkerId("b"))

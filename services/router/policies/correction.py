@@ -7,12 +7,16 @@ predicts less. What every request pays besides has a weight too. A worker's pace
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 # Lengths in tokens and queues in seconds between which weights are learned apart.
 LENGTH_BORDERS = (64, 256, 1024)
@@ -22,6 +26,8 @@ OVERHEAD_S = 0.01
 _NUM_LENGTHS, _NUM_QUEUES = len(LENGTH_BORDERS) + 1, len(QUEUE_BORDERS_S) + 1
 # Overhead, queue, prefill, and what others add (interference and pulls).
 NUM_WEIGHTS = 1 + _NUM_QUEUES + _NUM_LENGTHS + 1
+# Where each part of a queue begins, and how long it can be.
+_QUEUE_PARTS = tuple((begin, end - begin) for begin, end in pairwise((0.0, *QUEUE_BORDERS_S, math.inf)))
 PRIOR = (0.0, *(1.0,) * (NUM_WEIGHTS - 1))
 
 
@@ -33,13 +39,31 @@ class Correction:
     tpot: float = 1.0
 
 
-def features(
-    queue_s: FloatArray, prefill_s: FloatArray, others_s: FloatArray, tokens: npt.NDArray[np.int64]
+def features(queue_s: float, prefill_s: float, others_s: float, tokens: int) -> tuple[float, ...]:
+    """What the weights are of, in seconds, for one candidate."""
+    by_length = [0.0] * _NUM_LENGTHS
+    by_length[bisect_left(LENGTH_BORDERS, tokens)] = prefill_s
+    parts = (min(max(queue_s - border_s, 0.0), width_s) for border_s, width_s in _QUEUE_PARTS)
+    return (OVERHEAD_S, *parts, *by_length, others_s)
+
+
+def corrected_s(
+    correction: Correction, queue_s: FloatArray, prefill_s: FloatArray, others_s: FloatArray, tokens: IntArray
 ) -> FloatArray:
-    """[candidate, weight] in seconds."""
-    borders = np.array([0.0, *QUEUE_BORDERS_S, np.inf])
-    parts = np.clip(queue_s[:, None] - borders[:-1], 0.0, np.diff(borders))
-    by_length = np.zeros((len(prefill_s), _NUM_LENGTHS))
-    by_length[np.arange(len(prefill_s)), np.searchsorted(LENGTH_BORDERS, tokens)] = prefill_s
-    overhead = np.full((len(prefill_s), 1), OVERHEAD_S)
-    return np.concatenate([overhead, parts, by_length, others_s[:, None]], axis=1)
+    """The features times their weights, for each candidate."""
+    overhead, *weights, others = correction.weights
+    by_queue, by_length = weights[:_NUM_QUEUES], weights[_NUM_QUEUES:]
+    shortest, longest = (bisect_left(LENGTH_BORDERS, tokens[at]) for at in (tokens.argmin(), tokens.argmax()))
+    if shortest == longest:
+        total = prefill_s * by_length[shortest]
+    else:
+        total = prefill_s * np.array(by_length)[np.searchsorted(LENGTH_BORDERS, tokens)]
+    longest_queue_s = queue_s[queue_s.argmax()]
+    for weight, (border_s, width_s) in zip(by_queue, _QUEUE_PARTS, strict=True):
+        if longest_queue_s > border_s:
+            part_s = np.maximum(queue_s - border_s, 0.0) if border_s else queue_s
+            total += weight * (np.minimum(part_s, width_s) if longest_queue_s - border_s > width_s else part_s)
+    total += others * others_s
+    total += overhead * OVERHEAD_S
+    result: FloatArray = total
+    return result

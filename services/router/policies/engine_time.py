@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.fair_queue import class_index
+from services.common.fair_queue import NUM_CLASSES, class_index
 from services.common.step_costs import pairs_of
 from services.router.policies.view import FloatArray, IntArray, PolicyRequest, WorkerRows
 
@@ -23,51 +23,73 @@ from services.router.policies.view import FloatArray, IntArray, PolicyRequest, W
 _MIN_PREFILL_TOKENS = 32.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ahead:
-    """Work before the request on each candidate: tokens, and seconds until it has been computed.
+    """Work before the request on each candidate: tokens, the steps they fill, and seconds until all is computed.
 
     room: for prompt tokens in a step. step_s: of every step beside its prompts' own time.
     """
 
     tokens: FloatArray
+    steps: FloatArray
     seconds: FloatArray
     room: FloatArray
     step_s: FloatArray
 
 
+@dataclass(slots=True)
+class Decodes:
+    """Those that will decode beside the request, with whom it will be together, and a decode step of them all."""
+
+    others: FloatArray
+    together: FloatArray
+    step_s: FloatArray
+
+
 def work_ahead(request: PolicyRequest, rows: WorkerRows) -> Ahead:
     """See Ahead."""
-    reported, share = _reported_tokens(request, rows)
-    pending = rows["pending_tokens"] - _later(request, rows["pending_by_class"])
+    # Reported tokens that are computed first, and their share of all reported ones.
+    queued = rows["queued_tokens"]
+    reported = queued - _later(request, rows["waiting_by_class"])
+    share = reported / np.maximum(1.0, queued)
     pairs = rows["queued_pairs"] * share + rows["pending_pairs"]
     step_s, room = _steps(rows)
-    tokens = reported + pending
-    computing_s = tokens * rows["prefill_token_s"] + pairs * rows["prefill_pair_s"] + tokens / room * step_s
+    tokens = reported + (rows["pending_tokens"] - _later(request, rows["pending_by_class"]))
+    steps = tokens / room
+    computing_s = tokens * rows["prefill_token_s"] + pairs * rows["prefill_pair_s"] + steps * step_s
     # A step in flight is over after half its time, if nothing more is known of it.
-    in_flight_s = np.where(rows["decoding"] > 0, step_s / 2, 0.0)
-    elapsed_s = np.clip(request.now_s - rows["told_s"], 0.0, computing_s * reported / np.maximum(1.0, tokens))
-    return Ahead(tokens, np.maximum(computing_s - elapsed_s, in_flight_s), room, step_s)
+    in_flight_s = (rows["decoding"] > 0) * (step_s / 2)
+    most_s = computing_s * reported / np.maximum(1.0, tokens)
+    elapsed_s = np.minimum(np.maximum(request.now_s - rows["told_s"], 0.0), most_s)
+    return Ahead(tokens, steps, np.maximum(computing_s - elapsed_s, in_flight_s), room, step_s)
+
+
+def decodes(request: PolicyRequest, rows: WorkerRows) -> Decodes:
+    """See Decodes."""
+    others = rows["decoding"] + rows["waiting"] + rows["pending"]
+    together = others + request.num_choices
+    return Decodes(others, together, rows["fixed_s"] + rows["decoding_s"] + rows["decode_slope_s"] * together)
 
 
 def prefill_s(request: PolicyRequest, rows: WorkerRows, held: IntArray) -> FloatArray:
-    """Computing what follows `held` blocks ([candidate or 1, any]) of the prompt when nothing else is there."""
+    """Computing what follows `held` blocks of the prompt when nothing else is there.
+
+    held: of each candidate, or [any, candidate or 1], and the result likewise.
+    """
     start = held * request.block_tokens
     tokens = request.prompt_tokens - start
-    pairs = pairs_of(start, tokens)
-    steps = np.ceil(tokens / rows["step_tokens"][:, None])
     seconds = (
-        tokens * rows["prefill_token_s"][:, None]
-        + pairs * rows["prefill_pair_s"][:, None]
-        + steps * rows["fixed_s"][:, None]
+        tokens * rows["prefill_token_s"]
+        + pairs_of(start, tokens) * rows["prefill_pair_s"]
+        + np.ceil(tokens / rows["step_tokens"]) * rows["fixed_s"]
     )
-    result: FloatArray = np.maximum(seconds, rows["least_step_s"][:, None])
+    result: FloatArray = np.maximum(seconds, rows["least_step_s"])
     return result
 
 
-def interference_s(request: PolicyRequest, ahead: Ahead, rows: WorkerRows, tokens: IntArray) -> FloatArray:
+def interference_s(ahead: Ahead, rows: WorkerRows, tokens: IntArray) -> FloatArray:
     """What decoding sequences add to the steps in which the request's own `tokens` are computed."""
-    steps = np.ceil((ahead.tokens + tokens) / ahead.room) - ahead.tokens / ahead.room
+    steps = np.ceil((ahead.tokens + tokens) / ahead.room) - ahead.steps
     alone = np.ceil(tokens / rows["step_tokens"])
     result: FloatArray = np.maximum(0.0, steps * ahead.step_s - alone * rows["fixed_s"])
     return result
@@ -88,13 +110,9 @@ def _steps(rows: WorkerRows) -> tuple[FloatArray, FloatArray]:
     return rows["fixed_s"] + decode_s, room
 
 
-def _reported_tokens(request: PolicyRequest, rows: WorkerRows) -> tuple[FloatArray, FloatArray]:
-    """Reported tokens that are computed first, and their share of all reported ones."""
-    first = rows["queued_tokens"] - _later(request, rows["waiting_by_class"])
-    return first, first / np.maximum(1.0, rows["queued_tokens"])
-
-
-def _later(request: PolicyRequest, by_class: FloatArray) -> FloatArray:
+def _later(request: PolicyRequest, by_class: FloatArray) -> FloatArray | float:
     """Tokens of classes that the request overtakes."""
-    result: FloatArray = by_class[:, class_index(request.priority) + 1 :].sum(axis=1)
-    return result
+    later: FloatArray | float = 0.0
+    for number in range(class_index(request.priority) + 1, NUM_CLASSES):
+        later = by_class[:, number] if isinstance(later, float) else later + by_class[:, number]
+    return later

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.router.policies.view import FloatArray, PolicyRequest, PolicyView
+from services.router.policies.engine_time import Decodes
+from services.router.policies.view import FloatArray, IntArray, PolicyRequest, PolicyView, WorkerRows
 
 # A mesh that is given more work than it can do has no finite queue: what is counted stays finite.
 MAX_SHARE = 0.95
 
 
-def decode_harm_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
+def decode_harm_s(request: PolicyRequest, rows: WorkerRows, beside: Decodes) -> FloatArray:
     """Each step of this request's output makes everybody's longer by the slope of the step time."""
-    rows = view.rows
-    others = rows["decoding"] + rows["waiting"] + rows["pending"]
-    result: FloatArray = request.expected_output_tokens * request.num_choices * rows["decode_slope_s"] * others
+    result: FloatArray = request.expected_output_tokens * request.num_choices * rows["decode_slope_s"] * beside.others
     return result
 
 
-def answer_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
+def answer_s(request: PolicyRequest, beside: Decodes) -> FloatArray:
     """Time of the worker that the request's output takes: a step is shared by all that decode in it."""
-    rows = view.rows
-    others = rows["decoding"] + rows["waiting"] + rows["pending"]
-    step_s = rows["fixed_s"] + rows["decoding_s"] + rows["decode_slope_s"] * (others + request.num_choices)
-    result: FloatArray = request.expected_output_tokens * request.num_choices * step_s / (others + request.num_choices)
+    result: FloatArray = request.expected_output_tokens * request.num_choices * beside.step_s / beside.together
     return result
 
 
@@ -44,16 +40,15 @@ def delay_harm_s(work_s: FloatArray, queue_s: FloatArray, view: PolicyView) -> F
     Kleinrock, "Queueing Systems", 1975, section 5.8).
     """
     pressure = view.pressure
-    lasts_s = (queue_s + work_s) / (1.0 - min(pressure.utilisation, MAX_SHARE))
-    result: FloatArray = work_s * lasts_s * pressure.arrivals_per_s
+    arrivals = pressure.arrivals_per_s / (1.0 - min(pressure.utilisation, MAX_SHARE))
+    result: FloatArray = work_s * (queue_s + work_s) * arrivals
     return result
 
 
-def eviction_harm_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
+def eviction_harm_s(request: PolicyRequest, view: PolicyView, needed_blocks: IntArray) -> FloatArray:
     """Computing again what this request evicts, as often as what is held is asked for."""
     rows = view.rows
     unused = np.maximum(0.0, rows["free_blocks"] - rows["cached_blocks"] - rows["pending_blocks"])
-    needed = np.ceil(request.prompt_tokens / request.block_tokens) - view.local_blocks
-    evicted = np.minimum(np.maximum(0.0, needed - unused), rows["cached_blocks"])
-    result: FloatArray = evicted * request.block_tokens * rows["prefill_token_s"] * view.pressure.reuse
+    evicted = np.minimum(np.maximum(0.0, needed_blocks - unused), rows["cached_blocks"])
+    result: FloatArray = evicted * rows["prefill_token_s"] * (request.block_tokens * view.pressure.reuse)
     return result

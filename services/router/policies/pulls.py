@@ -18,25 +18,7 @@ from services.router.policies.view import FloatArray, IntArray, PolicyRequest, P
 NO_SOURCE = -1
 
 
-@dataclass(frozen=True, slots=True)
-class PullPlans:
-    """One element for each candidate.
-
-    Blocks [local, first_end) come from first_source and [first_end, end) from second_source, indices into the
-    sources, NO_SOURCE for none. prefill_s: computing the prompt after `end`; alone_s: after the local blocks.
-    """
-
-    first_source: IntArray
-    first_end: IntArray
-    second_source: IntArray
-    end: IntArray
-    seconds: FloatArray
-    queue_s: FloatArray
-    prefill_s: FloatArray
-    alone_s: FloatArray
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Options:
     """Runs to choose from, by source and end, to the end of what the source holds or of what it has in memory."""
 
@@ -44,41 +26,84 @@ class _Options:
     end: IntArray
 
 
+@dataclass(slots=True)
+class PullPlans:
+    """One element for each candidate, which computes its prompt after `end` blocks, once pulls have taken `seconds`.
+
+    prefill_s: of computing that; alone_s: of computing all that follows the local blocks.
+    """
+
+    end: IntArray
+    seconds: FloatArray
+    prefill_s: FloatArray
+    alone_s: FloatArray
+    _local: IntArray
+    _sources: Sources
+    # Options by number, NO_SOURCE for none: of the only or first run, and of a second one.
+    _first: IntArray
+    _second: IntArray
+    _options: _Options
+
+    def runs(self, at: int) -> list[tuple[int, int, int]]:
+        """What one candidate pulls: (source, first block, end), of sources by their numbers."""
+        begin, found = int(self._local[at]), []
+        for option in (int(self._first[at]), int(self._second[at])):
+            if option != NO_SOURCE:
+                end = int(self._options.end[option])
+                found.append((int(self._options.source[option]), begin, end))
+                begin = end
+        return found
+
+    def queue_s(self, at: slice | IntArray) -> FloatArray:
+        """What of the seconds is waiting at holders."""
+        first, second = self._first[at], self._second[at]
+        if not len(self._options.end):
+            return np.zeros(len(first))
+        candidates = np.arange(len(self._first))[at]
+        queue_s = self._sources.queue_bytes[:, None] / self._sources.links.bytes_per_s[:, candidates]
+        total = np.zeros(len(first))
+        for options in (first, second):
+            waiting_s = queue_s[self._options.source[options], np.arange(len(first))]
+            total += np.where(options == NO_SOURCE, 0.0, waiting_s)
+        return total
+
+
 def best_plans(request: PolicyRequest, view: PolicyView) -> PullPlans:
     """The best plan of each candidate."""
     rows, local = view.rows, view.local_blocks
-    candidates = np.arange(len(rows))
-    alone_s = prefill_s(request, rows, local[:, None])[:, 0]
-    if not len(view.sources.end):
-        none = np.full(len(rows), NO_SOURCE, np.int64)
-        zero = np.zeros(len(rows), np.float64)
-        return PullPlans(none, local, none, local, zero, zero, alone_s, alone_s)
+    alone_s = prefill_s(request, rows, local)
     options = _options(view.sources, request.usable_blocks)
     count = len(options.end)
+    if not count:
+        none = np.full(len(rows), NO_SOURCE, np.int64)
+        zero = np.zeros(len(rows), np.float64)
+        return PullPlans(local, zero, alone_s, alone_s, local, view.sources, none, none, options)
     # A run that begins where another ends, of another source that has more.
-    first_of, second_of = np.nonzero((options.end > options.end[:, None]) & (options.source != options.source[:, None]))
-    # [candidate, option] after the local blocks, and [candidate, pair of options].
-    one_s = _run_seconds(view, options, np.arange(count), local[:, None])
-    rest_s = prefill_s(request, rows, options.end[None])
-    two_s = one_s[:, first_of] + _run_seconds(view, options, second_of, options.end[None, first_of])
-    total_s = np.concatenate([alone_s[:, None], one_s + rest_s, two_s + rest_s[:, second_of]], axis=1)
-    best = total_s.argmin(axis=1)
+    longer, other = options.end > options.end[:, None], options.source != options.source[:, None]
+    first_of, second_of = np.nonzero(longer & other)
+    # [option, candidate] after the local blocks, and [pair of options, candidate].
+    one_s = _run_seconds(view, options, np.arange(count), local)
+    rest_s = prefill_s(request, rows, options.end[:, None])
+    total_s = [alone_s[None], one_s + rest_s]
+    if len(first_of):
+        two_s = one_s[first_of] + _run_seconds(view, options, second_of, options.end[first_of, None])
+        total_s.append(two_s + rest_s[second_of])
+    every_s = np.concatenate(total_s)
+    best, candidates = every_s.argmin(axis=0), np.arange(len(rows))
     first = np.concatenate([[NO_SOURCE], np.arange(count), first_of])[best]
     second = np.concatenate([np.full(1 + count, NO_SOURCE), second_of])[best]
-    last = np.where(second >= 0, second, first)
-    end = np.where(best > 0, options.end[last], local)
-    left_s = np.where(best > 0, rest_s[candidates, last], alone_s)
-    queue_s = np.append(view.sources.queue_bytes / view.sources.links.bytes_per_s, np.zeros((len(rows), 1)), axis=1)
-    sources = np.append(options.source, NO_SOURCE)
+    last, pulls = np.where(second >= 0, second, first), best > 0
+    left_s = np.where(pulls, rest_s[last, candidates], alone_s)
     return PullPlans(
-        first_source=sources[first],
-        first_end=np.where(best > 0, options.end[first], local),
-        second_source=sources[second],
-        end=end,
-        seconds=np.where(best > 0, total_s[candidates, best] - left_s, 0.0),
-        queue_s=queue_s[candidates, sources[first]] + queue_s[candidates, sources[second]],
+        end=np.where(pulls, options.end[last], local),
+        seconds=np.where(pulls, every_s[best, candidates] - left_s, 0.0),
         prefill_s=left_s,
         alone_s=alone_s,
+        _local=local,
+        _sources=view.sources,
+        _first=first,
+        _second=second,
+        _options=options,
     )
 
 
@@ -91,16 +116,16 @@ def _options(sources: Sources, usable: int) -> _Options:
 
 
 def _run_seconds(view: PolicyView, options: _Options, which: IntArray, begin: IntArray) -> FloatArray:
-    """[candidate, option of `which`]: time of its blocks from `begin` ([candidate or 1, option]) on; inf for none."""
-    sources, source, last = view.sources, options.source[which], options.end[which]
-    links, block_bytes = sources.links, view.rows["block_bytes"][:, None]
-    memory_end = np.minimum(sources.memory_end[source], last)
+    """[option of `which`, candidate]: time of its blocks from `begin` ([candidate] or [option, 1]) on; inf for none."""
+    sources, source, last = view.sources, options.source[which], options.end[which, None]
+    links, block_bytes = sources.links, view.rows["block_bytes"]
+    memory_end = np.minimum(sources.memory_end[source, None], last)
     in_memory = np.maximum(0, memory_end - begin)
-    seconds = (sources.queue_bytes[source] + in_memory * block_bytes) / links.bytes_per_s[:, source]
-    seconds = seconds + links.setup_s[:, source]
-    on_ssd = np.maximum(0, last - np.maximum(begin, memory_end))
-    if on_ssd.any():
-        ssd_s = links.ssd_setup_s[:, source] + on_ssd * block_bytes / links.ssd_bytes_per_s[:, source]
-        seconds = seconds + np.where(on_ssd > 0, ssd_s, 0.0)
-    result: FloatArray = np.where((last > begin) & ~sources.is_self[:, source], seconds, np.inf)
+    seconds = (sources.queue_bytes[source, None] + in_memory * block_bytes) / links.bytes_per_s[source]
+    seconds += links.setup_s[source]
+    if (memory_end < last).any():
+        on_ssd = np.maximum(0, last - np.maximum(begin, memory_end))
+        ssd_s = links.ssd_setup_s[source] + on_ssd * block_bytes / links.ssd_bytes_per_s[source]
+        seconds += np.where(on_ssd > 0, ssd_s, 0.0)
+    result: FloatArray = np.where((last > begin) & ~sources.is_self[source], seconds, np.inf)
     return result

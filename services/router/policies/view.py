@@ -115,7 +115,7 @@ class PolicyRequest:
 
 @dataclass(frozen=True, slots=True)
 class LinkArrays:
-    """[candidate, source] each: bytes/s and setup of the source's memory, and what its SSD adds."""
+    """[source, candidate] each: bytes/s and setup of the source's memory, and what its SSD adds."""
 
     bytes_per_s: FloatArray
     setup_s: FloatArray
@@ -128,7 +128,7 @@ class Sources:
     """Locations that hold leading blocks of the prompt, one element each.
 
     end: leading blocks held; the first memory_end of them in memory, the rest on an SSD. queue_bytes: being pulled
-    from it already. is_self: [candidate, source].
+    from it already. is_self: [source, candidate].
     """
 
     end: IntArray
@@ -140,7 +140,7 @@ class Sources:
 
 def no_sources(num_candidates: int) -> Sources:
     """Nobody has anything to give."""
-    empty, floats, none = np.zeros((num_candidates, 0)), np.zeros(0), np.zeros(0, np.int64)
+    empty, floats, none = np.zeros((0, num_candidates)), np.zeros(0), np.zeros(0, np.int64)
     return Sources(none, none, floats, empty.astype(np.bool_), LinkArrays(empty, empty, empty, empty))
 
 
