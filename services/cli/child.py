@@ -1,4 +1,4 @@
-"""One supervised process: started, watched, started again when it ends.
+"""One supervised process: started, watched, started again when it ends or has fallen silent.
 
 The process leads a session of its own, so a Ctrl-C in the terminal reaches only the supervisor, and dies with the
 supervisor. Its output is appended to its log. A restart keeps name, ports and command.
@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from services.cli.contact import contact
 from services.cli.errors import StartError
 from services.cli.logs import last_lines, open_log
 from services.cli.plan import ProcessSpec
 from services.cli.probes import is_ready
+from services.cli.process_state import process_state
 from services.cli.state import StateDir
+from services.cli.watchdog import until_silent
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
@@ -28,6 +31,8 @@ STEADY_S = 20.0
 START_ATTEMPTS = 3
 CONFIGURATION_ERROR_STATUS = 2
 _PROBE_INTERVAL_S = 0.1
+# By a signal, or by a debugger.
+_STOPPED = ("T", "t")
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
 
 
@@ -40,15 +45,19 @@ class Child:
         state: StateDir,
         *,
         redis_password: str,
+        start_limit_s: float,
         report: Callable[[str], None],
         changed: Callable[[], None],
     ) -> None:
+        """start_limit_s: how long a process may take until it says anything at all."""
         self.spec = spec
         self.pid: int | None = None
         self.restarts = 0
+        self.silences = 0
         self.ready = asyncio.Event()
         self._state = state
         self._redis_password = redis_password
+        self._start_limit_s = start_limit_s
         self._report = report
         self._changed = changed
         self._was_ready = False
@@ -103,18 +112,20 @@ class Child:
         process = await self._spawn()
         self._set_pid(process.pid)
         watcher = asyncio.create_task(self._watch_readiness())
+        silent = asyncio.create_task(self._watch_silence(process.pid))
         stopping = asyncio.create_task(self._stopping.wait())
         exit_status = asyncio.create_task(process.wait())
         try:
-            await asyncio.wait({exit_status, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not exit_status.done():
+            await asyncio.wait({exit_status, stopping, silent}, return_when=asyncio.FIRST_COMPLETED)
+            if not exit_status.done() and not silent.done():
                 await self._terminate(process, exit_status)
             # What it left behind must not hold its ports.
             _kill_group(process.pid)
             return await exit_status
         finally:
-            watcher.cancel()
-            stopping.cancel()
+            for task in (watcher, silent, stopping):
+                task.cancel()
+            await asyncio.gather(watcher, silent, stopping, return_exceptions=True)
             self.ready.clear()
             self._set_pid(None)
 
@@ -150,6 +161,17 @@ class Child:
             self._report(f"{self.spec.name} is ready again")
         self._was_ready = True
         self.ready.set()
+
+    async def _watch_silence(self, pid: int) -> None:
+        """Returns when the process is to be killed for its silence."""
+        silence_s = await until_silent(
+            contact(self.spec, self._redis_password),
+            start_limit_s=self._start_limit_s,
+            spoke=self.ready.is_set,
+            stopped=lambda: process_state(pid) in _STOPPED,
+        )
+        self.silences += 1
+        self._report(f"{self.spec.name} has been silent for {silence_s:g} s; killed")
 
     def _set_pid(self, pid: int | None) -> None:
         self.pid = pid

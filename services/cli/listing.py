@@ -10,6 +10,7 @@ from typing import Any
 from services.cli.load_progress import load_progress
 from services.cli.plan import ProcessSpec
 from services.cli.probes import are_ready
+from services.cli.process_state import process_state
 from services.cli.state import StateDir
 from services.common.settings import ConfigurationError
 
@@ -23,7 +24,7 @@ async def list_processes(state: StateDir) -> list[dict[str, Any]]:
     progress = {entry["name"]: line for entry, line in zip(starting, told, strict=True) if line}
     return [
         {
-            **{key: entry[key] for key in ("name", "kind", "pid", "address", "metrics")},
+            **{key: entry[key] for key in ("name", "kind", "pid", "address", "metrics", "restarts", "silences")},
             "ready": ready.get(entry["name"], False),
             **({"progress": progress[entry["name"]]} if entry["name"] in progress else {}),
             "children": _children(state.ready_file(entry["name"]), entry["pid"]),
@@ -60,8 +61,4 @@ def _children(ready_file: Path, pid: int | None) -> list[dict[str, Any]]:
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that waits to be reaped does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    return process_state(pid) not in ("", "Z", "X")

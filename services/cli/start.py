@@ -47,8 +47,14 @@ def run_supervisor(
         for path, text in plan.files.items():
             state.write_private(path, text)
         state.write_private(state.redis_url_file, plan.redis_url + "\n")
-        supervisor = Supervisor(plan, state, redis_password=password, report=_logged(report, state))
-        asyncio.run(supervisor.run(options.start_timeout_s, on_ready))
+        supervisor = Supervisor(
+            plan,
+            state,
+            redis_password=password,
+            start_timeout_s=options.start_timeout_s,
+            report=_logged(report, state),
+        )
+        asyncio.run(supervisor.run(on_ready))
 
 
 def start_detached(options: MeshOptions, state: StateDir, report: Callable[[str], None]) -> None:

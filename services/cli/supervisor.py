@@ -32,26 +32,42 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Supervisor:
-    """One mesh. `report` takes lines for a person."""
+    """One mesh. `report` takes lines for a person; `start_timeout_s` bounds the start."""
 
-    def __init__(self, plan: MeshPlan, state: StateDir, *, redis_password: str, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: MeshPlan,
+        state: StateDir,
+        *,
+        redis_password: str,
+        start_timeout_s: float,
+        report: Callable[[str], None],
+    ) -> None:
         self._plan = plan
         self._state = state
+        self._start_timeout_s = start_timeout_s
         self._report = report
         self._phase = "starting"
         self._served = False
         self._runs: set[asyncio.Task[None]] = set()
         self._children = [
-            Child(spec, state, redis_password=redis_password, report=report, changed=self._publish)
+            Child(
+                spec,
+                state,
+                redis_password=redis_password,
+                start_limit_s=start_timeout_s,
+                report=report,
+                changed=self._publish,
+            )
             for spec in plan.processes
         ]
 
-    async def run(self, start_timeout_s: float, on_ready: Callable[[], None]) -> None:
+    async def run(self, on_ready: Callable[[], None]) -> None:
         """Until SIGTERM, SIGINT or SIGHUP. Raises StartError after stopping what had started."""
         rotation = asyncio.create_task(self._rotate_logs())
         with _stop_signals() as stop:
             try:
-                await self._until_stopped(stop, self._start(start_timeout_s))
+                await self._until_stopped(stop, self._start(self._start_timeout_s))
                 if not stop.is_set():
                     self._served = True
                     self._set_phase("ready")
@@ -164,6 +180,7 @@ class Supervisor:
                 "metrics": child.spec.metrics,
                 "admin": child.spec.admin,
                 "restarts": child.restarts,
+                "silences": child.silences,
             }
             for child in self._children
         ]

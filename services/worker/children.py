@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from asyncio.subprocess import Process
@@ -87,6 +88,13 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
             await self.process.wait()
+
+
+def kill(part: Part) -> None:
+    """End a part that no longer listens, perhaps since it is stopped; nothing where it has no process of its own."""
+    if part.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(part.pid, signal.SIGKILL)
 
 
 class SharedParts:

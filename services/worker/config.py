@@ -119,7 +119,7 @@ class WorkerSettings(ServiceSettings):
     default_deadline_s: float = Field(600.0, gt=0, description="Deadline of calls that bring none.")
     stream_queue: int = Field(1024, ge=1, description="Most outputs a slow reader of a stream may leave unread.")
     start_timeout_s: float = Field(300.0, gt=0, description="Longest time until the model has produced a token.")
-    child_silence_s: float = Field(10.0, gt=1, description="Silence of a child process that ends the worker.")
+    child_silence_s: float = Field(5.0, gt=1, description="Silence of a child process that ends the worker.")
 
     @property
     def pushes_blocks(self) -> bool:

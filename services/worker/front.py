@@ -14,7 +14,7 @@ import structlog
 
 from services.common.announcer import Announcer, Tier
 from services.common.blocks import split_ids
-from services.worker.children import Part
+from services.worker.children import Part, kill
 from services.worker.errors import ChildDied, Refused
 from services.worker.load_board import LoadBoard
 from services.worker.messages import (
@@ -198,6 +198,8 @@ class Front:
         """A child that is stopped keeps its socket open; only its silence shows."""
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
-            silence_s = self.board.silence_s(time.monotonic())
-            if silence_s > self._child_silence_s:
-                raise ChildDied(f"a child has said nothing for {silence_s:.1f} s")
+            silences_s = self.board.silences_s(time.monotonic())
+            for part, silence_s in zip((self._engine, self._mover), silences_s, strict=True):
+                if silence_s > self._child_silence_s:
+                    kill(part)
+                    raise ChildDied(f"the {part.role} has said nothing for {silence_s:.1f} s")

@@ -73,13 +73,13 @@ class LoadBoard:
         """The mover has said something."""
         self._mover_heard_s = now
 
-    def silence_s(self, now: float) -> float:
-        """How long the quieter child has been silent."""
-        return now - min(self._engine_heard_s, self._mover_heard_s)
+    def silences_s(self, now: float) -> tuple[float, float]:
+        """How long the engine and the mover have been silent."""
+        return now - self._engine_heard_s, now - self._mover_heard_s
 
     def is_silent(self, now: float) -> bool:
         """Whether a child has been silent for so long that it may be stopped."""
-        engine, mover = now - self._engine_heard_s, now - self._mover_heard_s
+        engine, mover = self.silences_s(now)
         return engine > self._engine_silence_s or mover > self._mover_silence_s
 
     def set_draining(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from services.cli.plan import Binaries, MeshPlan, Planner
 from services.cli.ports import free_ports
 from services.cli.state import StateDir
 from services.cli.supervisor import Supervisor
+from services.cli.watchdog import until_silent
 from services.common.models import ModelSource
 
 PASSWORD = "password-of-the-test"
@@ -66,9 +68,11 @@ def mesh_plan(state: StateDir, **faults: str) -> MeshPlan:
 async def running(state: StateDir, lines: list[str], **faults: str) -> AsyncIterator[None]:
     """A ready mesh that is stopped by SIGTERM as an operator would."""
     ready = asyncio.Event()
-    supervisor = Supervisor(mesh_plan(state, **faults), state, redis_password=PASSWORD, report=lines.append)
+    supervisor = Supervisor(
+        mesh_plan(state, **faults), state, redis_password=PASSWORD, start_timeout_s=60, report=lines.append
+    )
     with state.locked():
-        run = asyncio.create_task(supervisor.run(60, ready.set))
+        run = asyncio.create_task(supervisor.run(ready.set))
         waiter = asyncio.create_task(ready.wait())
         await asyncio.wait({run, waiter}, return_when=asyncio.FIRST_COMPLETED)
         try:
@@ -81,8 +85,8 @@ async def running(state: StateDir, lines: list[str], **faults: str) -> AsyncIter
             waiter.cancel()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+async def until(condition: Callable[[], bool], within_s: float = 20) -> None:
+    async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.02)
 
@@ -98,7 +102,8 @@ async def test_a_mesh_starts_heals_and_stops(state: StateDir) -> None:
         assert [one["kind"] for one in listed] == ["valkey", "kvstore", "router", "worker", "gateway", "envoy"]
         assert all(one["ready"] for one in listed)
         by_name = {one["name"]: one for one in listed}
-        assert set(by_name["worker-0"]) == {"name", "kind", "pid", "address", "metrics", "ready", "children"}
+        told = {"name", "kind", "pid", "address", "metrics", "restarts", "silences", "ready", "children"}
+        assert set(by_name["worker-0"]) == told
         assert [child["role"] for child in by_name["worker-0"]["children"]] == ["helper"]
         pids = [one["pid"] for one in listed] + [child["pid"] for one in listed for child in one["children"]]
         assert state.log("envoy").stat().st_mode & 0o777 == 0o600
@@ -114,6 +119,26 @@ async def test_a_mesh_starts_heals_and_stops(state: StateDir) -> None:
         pids += [healed["worker-0"]["pid"], healed["valkey"]["pid"]]
     assert all(gone(pid) for pid in pids)
     assert state.supervisor_pid() == 0
+
+
+async def test_what_falls_silent_is_killed_and_started_again(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped processes; one whose loop hangs is the same to whoever asks it."""
+    monkeypatch.setattr(child_module, "until_silent", functools.partial(until_silent, silence_s=2.5))
+    lines: list[str] = []
+    async with running(state, lines):
+        before = {one["name"]: one for one in await list_processes(state)}
+        stopped = [name for name in before if name != "router-0"]
+        (helper,) = (child["pid"] for child in before["worker-0"]["children"])
+        for name in stopped:
+            os.kill(before[name]["pid"], signal.SIGSTOP)
+        os.kill(helper, signal.SIGSTOP)
+        await until(lambda: all(f"{name} is ready again" in lines for name in stopped), within_s=40)
+        assert all(f"{name} has been silent for 2.5 s; killed" in lines for name in stopped)
+        after = {one["name"]: one for one in await list_processes(state)}
+        assert {name: one["silences"] for name, one in after.items()} == {name: int(name in stopped) for name in after}
+        assert all(one["ready"] for one in after.values())
+        assert gone(helper)
+        assert after["router-0"]["pid"] == before["router-0"]["pid"]
 
 
 async def test_progress_is_told_once_for_each_change(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
