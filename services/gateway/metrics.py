@@ -45,6 +45,13 @@ class GatewayMetrics:
             unit="s",
             description="From the last token before a move to the first after.",
         )
+        self._handoffs = meter.create_counter(
+            "kvmesh_gateway_handoffs",
+            description="Prompts computed by one worker for another, by outcome and whether there was output by then.",
+        )
+        self._handoff_seconds = meter.create_histogram(
+            "kvmesh_gateway_handoff_seconds", unit="s", description="From the start of both parts to the switch."
+        )
         self._refusals = meter.create_counter(
             "kvmesh_gateway_refusals",
             description="Requests refused before a worker had taken them, by reason and class.",
@@ -102,6 +109,14 @@ class GatewayMetrics:
     def record_move_gap(self, seconds: float) -> None:
         """The gap of a move, as its client sees it."""
         self._move_gap.record(seconds)
+
+    def count_handoff(self, outcome: str, phase: str) -> None:
+        """A handoff has started, or has ended one way or another; phase: "prefill" before any output, else "decode"."""
+        self._handoffs.add(1, {"outcome": outcome, "phase": phase})
+
+    def record_handoff(self, seconds: float) -> None:
+        """A handoff is complete."""
+        self._handoff_seconds.record(seconds)
 
     def record_rescue_pause(self, seconds: float) -> None:
         """The pause of a rescue, as its client sees it."""

@@ -48,6 +48,7 @@ class Move:
     _due_at_s: float = 0.0
     _pause_s: float = _FIRST_PAUSE_S
     _tries_left: float = math.inf
+    _needs_output: bool = False
     _mark: Mark = field(default_factory=lambda: Mark((), ()))
 
     def wanted(self, now_s: float, max_tries: float) -> None:
@@ -60,8 +61,15 @@ class Move:
                 max_tries,
             )
 
+    def planned(self, max_tries: float) -> list[KnownOutput]:
+        """A target was named together with the source, and is started with it. A later one waits for output."""
+        self._tries_left, self._pause_s, self._needs_output = max_tries, _FIRST_PAUSE_S, True
+        return self.started()
+
     def is_due(self, now_s: float) -> bool:
         """Whether to ask for a target now. What has only its end left to be told is not moved."""
+        if self._needs_output and not self.output.num_tokens:
+            return False
         return self.stage is Stage.WAITING and now_s >= self._due_at_s and not self.output.is_over
 
     def asked(self) -> None:

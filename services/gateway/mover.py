@@ -2,6 +2,7 @@
 
 The ask is work that goes on (`Ask.resumes`), outside the line: the request has its turn already. The second attempt is
 held by its worker (`hold_s`) until it is resumed. Every attempt that was granted here is closed here, or handed over.
+A handoff is a move that is planned from the beginning: the router has named both workers in one grant.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
-from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_STALE, OUTCOME_WORKER_FAILED, Outcome
+from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_STALE, OUTCOME_WORKER_FAILED, Grant, Outcome
 from kvmesh.v1.worker_pb2 import MOVE_REASON_DRAINING, MoveReason, WorkerGenerateResponse
 
 from services.gateway.errors import GatewayError, ModelUnavailable
@@ -25,6 +26,8 @@ from services.gateway.worker_link import AttemptEnded
 # Longest preparation, and how often a worker that stays is worth a try.
 HOLD_S = 30.0
 _TRIES = 3
+# A handoff that takes so many times as long as forecast comes to nothing.
+_HOLD_SHARE = 4.0
 _log = structlog.get_logger("gateway.move")
 
 
@@ -39,6 +42,8 @@ class Mover:
     _avoided: list[str] = field(default_factory=list)
     _target: PlacedAttempt | None = None
     _task: asyncio.Task[None] | None = None
+    # When the target of a handoff was started; 0: it was not planned with the source.
+    _handed_off_at_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._move = Move(self.placing.output)
@@ -49,6 +54,27 @@ class Mover:
             self._avoided = [source_id]
             self._move.wanted(time.monotonic(), math.inf if reason == MOVE_REASON_DRAINING else _TRIES)
             self.pulse(time.monotonic())
+
+    def hand_off(self, source: PlacedAttempt) -> None:
+        """Start the second part of a request whose source is only to compute the prompt, as its grant says.
+
+        It pulls what the source computes, while that goes on as any other: should the target fail, to its end.
+        """
+        second, placing = source.grant.handoff, self.placing
+        grant = Grant(
+            worker_id=second.worker_id,
+            worker_epoch=second.worker_epoch,
+            worker_address=second.worker_address,
+            pull_plan=second.pull_plan,
+            local_blocks=second.local_blocks,
+        )
+        known, hold_s = self._move.planned(_TRIES), max(HOLD_S, _HOLD_SHARE * second.predicted_s)
+        self._avoided, self._handed_off_at_s = [source.worker_id], time.monotonic()
+        self._target = PlacedAttempt.start(
+            placing.placement, placing.job, second.attempt, grant, source.asked_at_s, known, hold_s
+        )
+        self._count_handoff("started")
+        self._task = asyncio.create_task(self._prepare())
 
     def pulse(self, now_s: float) -> None:
         """Ask when it is time to; look for the target's silence. now_s: monotonic time."""
@@ -63,14 +89,22 @@ class Mover:
         """Whether there is a second attempt."""
         return self._move.stage is Stage.PREPARING
 
-    def take(self, unread: Iterable[WorkerGenerateResponse]) -> tuple[PlacedAttempt, Switch] | None:
-        """The second attempt, now the caller's to resume and to end; None when the source has said all already."""
+    def take(self, unread: Iterable[WorkerGenerateResponse], *, is_move: bool) -> tuple[PlacedAttempt, Switch] | None:
+        """The second attempt, now the caller's to resume and to end; None when the source has said all already.
+
+        is_move: the source is well.
+        """
         switch, target = self._move.switch(unread), self._target
         if switch is None or target is None:
             self.close()
             return None
         self._target = None
-        self._count("moved")
+        if self._handed_off_at_s:
+            if is_move:
+                self.placing.placement.metrics.record_handoff(time.monotonic() - self._handed_off_at_s)
+            self._count_handoff("completed" if is_move else "source_failed")
+        else:
+            self._count("moved")
         return target, switch
 
     def close(self) -> None:
@@ -79,11 +113,14 @@ class Mover:
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
+        if self._target is not None and self._handed_off_at_s:
+            self._count_handoff("abandoned")
         self._drop(OUTCOME_CANCELLED)
 
     async def _prepare(self) -> None:
         try:
-            await self._begin()
+            if self._target is None:
+                await self._begin()
             await self._await_prepared()
         except GatewayError as error:
             if isinstance(error, ModelUnavailable):
@@ -114,7 +151,7 @@ class Mover:
             target.heard_at_s = time.monotonic()
             kind = message.WhichOneof("event")
             if kind == "admitted":
-                target.is_admitted = True
+                target.is_admitted, target.cached_tokens = True, message.admitted.cached_tokens
             elif kind == "prepared":
                 self.on_prepared()
                 return
@@ -127,14 +164,22 @@ class Mover:
         if self._target is not None:
             _log.info("move_failed", target_id=self._target.worker_id, reason=reason)
             self._avoided.append(self._target.worker_id)
-        self._count("target_failed")
+        if self._handed_off_at_s:
+            self._count_handoff("target_failed")
+        else:
+            self._count("target_failed")
         self._drop(outcome)
+        self._handed_off_at_s = 0.0
         self._move.failed(time.monotonic())
 
     def _drop(self, outcome: Outcome.ValueType) -> None:
         target, self._target = self._target, None
         if target is not None:
             target.end(outcome)
+
+    def _count_handoff(self, outcome: str) -> None:
+        phase = "decode" if self.placing.output.num_tokens else "prefill"
+        self.placing.placement.metrics.count_handoff(outcome, phase)
 
     def _count(self, outcome: str) -> None:
         self.placing.placement.metrics.count_move(outcome)

@@ -35,6 +35,8 @@ class PlacedAttempt:
     heard_at_s: float
     is_admitted: bool = False
     is_stalled: bool = False
+    # As told when it was admitted.
+    cached_tokens: int = 0
     # Its first token waits for somebody's word, and tells nothing of its worker.
     is_held: bool = False
     first_token_at_s: float = 0.0

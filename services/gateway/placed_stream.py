@@ -18,7 +18,7 @@ import grpc
 import structlog
 from kvmesh.v1.common_pb2 import CachedTokens, Usage
 from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_OK, OUTCOME_STALE, OUTCOME_WORKER_FAILED, Outcome
-from kvmesh.v1.worker_pb2 import Completed, WorkerGenerateResponse
+from kvmesh.v1.worker_pb2 import Admitted, Completed, WorkerGenerateResponse
 
 from services.gateway.errors import AnswerNotKept, DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed
 from services.gateway.idempotency_records import Place
@@ -121,6 +121,8 @@ class PlacedStream:
         if attempt is not None:
             self._open, self.worker_id = attempt, attempt.worker_id
             self.placement.pulse.add(self)
+            if attempt.grant.HasField("handoff"):
+                self._mover.hand_off(attempt)
 
     def _take(self, attempt: PlacedAttempt, message: WorkerGenerateResponse) -> bool:
         """Note what the worker says; whether the reader is to have it."""
@@ -215,10 +217,12 @@ class PlacedStream:
 
     def _hand_over(self, source: PlacedAttempt, reason: str, *, is_move: bool) -> None:
         """What the source has said is taken; the target is told of it, and goes on."""
-        taken = self._mover.take(source.inbox.unread)
+        unread = list(source.inbox.unread)
+        taken = self._mover.take(unread, is_move=is_move)
         if taken is None:
             return
         target, switch = taken
+        self._tell_admitted(source, target, unread)
         self._ready.extend(switch.ready)
         source.inbox.hand_over()
         self._end_attempt(OUTCOME_CANCELLED if is_move else OUTCOME_WORKER_FAILED)
@@ -233,6 +237,21 @@ class PlacedStream:
         self._opened(target)
         if target.is_admitted:
             self._tell_keeper(target)
+
+    def _tell_admitted(
+        self, source: PlacedAttempt, target: PlacedAttempt, unread: list[WorkerGenerateResponse]
+    ) -> None:
+        """Before the output; of a handoff to a worker that is prepared before the reader has had that of its source."""
+        if self._first_attempt:
+            return
+        for message in unread:
+            if message.HasField("admitted"):
+                self._on_admitted(source, message.admitted.cached_tokens)
+                self._ready.append(message)
+        if target.is_admitted and not self._first_attempt:
+            self._on_admitted(target, target.cached_tokens)
+            admitted = Admitted(worker_id=target.worker_id, cached_tokens=target.cached_tokens)
+            self._ready.append(WorkerGenerateResponse(admitted=admitted))
 
     def _interrupted(self, attempt: PlacedAttempt, reason: str, *, is_move: bool) -> None:
         known_tokens = self._output.num_tokens

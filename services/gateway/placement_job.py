@@ -94,6 +94,7 @@ class PlacementJob:
             excluded_workers=excluded,
             traceparent=self.traceparent,
             objectives=objectives,
+            can_hand_off=True,
         )
 
     def ask_again(self, attempt: int, excluded: Sequence[str], asks_as: RequestClass, output: OutputRecord) -> Ask:

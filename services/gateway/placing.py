@@ -10,7 +10,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, Ask, Done, Grant
+from kvmesh.v1.router_pb2 import Ask, Grant
 from opentelemetry import trace
 
 from services.gateway.errors import (
@@ -72,6 +72,8 @@ class Placing:
             return None
         finally:
             self.route_s += time.monotonic() - started_s
+        # The number of the second part is the router's choice.
+        self._attempts = max(self._attempts, grant.handoff.attempt)
         line.granted(ticket, grant.predicted_ttft_s)
         self.setbacks.granted(time.monotonic())
         return PlacedAttempt.start(self.placement, self.job, number, grant, asked_at_s, self.output.known())
@@ -82,8 +84,7 @@ class Placing:
             grant = await self.placement.router.ask(ask, self.job.deadline_at_s)
             span.set_attributes({"kvmesh.worker_id": grant.worker_id, "kvmesh.attempt": ask.attempt})
         if self._left:
-            done = Done(request_id=ask.request_id, attempt=ask.attempt, outcome=OUTCOME_CANCELLED)
-            self.placement.router.done(done)
+            self.placement.router.give_back(grant)
             raise asyncio.CancelledError
         return grant
 

@@ -119,12 +119,16 @@ class RouterClient:
         finally:
             del self._pending[key]
 
+    def give_back(self, grant: Grant) -> None:
+        """Close what was granted, both parts of it, when nobody wants it any more."""
+        attempts = (grant.attempt, grant.handoff.attempt) if grant.HasField("handoff") else (grant.attempt,)
+        for attempt in attempts:
+            self.done(Done(request_id=grant.request_id, attempt=attempt, outcome=OUTCOME_CANCELLED))
+
     def _give_back(self, pending: _Pending) -> None:
-        """Close an attempt whose grant had come when nobody wanted it any more."""
         answer = pending.answer
         if answer.done() and not answer.cancelled() and answer.exception() is None:
-            ask = pending.ask
-            self.done(Done(request_id=ask.request_id, attempt=ask.attempt, outcome=OUTCOME_CANCELLED))
+            self.give_back(answer.result())
 
     def done(self, done: Done) -> None:
         """Close an attempt; dropped and counted when the outbox is full."""
@@ -198,7 +202,7 @@ class RouterClient:
         pending = self._pending.get((request_id, attempt))
         if pending is None or pending.answer.done():
             if isinstance(answer, Grant):
-                self.done(Done(request_id=request_id, attempt=attempt, outcome=OUTCOME_CANCELLED))
+                self.give_back(answer)
         elif isinstance(answer, Grant):
             pending.answer.set_result(answer)
         else:

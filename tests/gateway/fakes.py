@@ -13,8 +13,10 @@ from kvmesh.v1 import router_pb2, worker_pb2
 from kvmesh.v1.common_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
+    LOCATION_KIND_WORKER,
     CachedTokens,
     PositionLogprobs,
+    PullStep,
     TokenLogprob,
     Usage,
 )
@@ -22,6 +24,7 @@ from kvmesh.v1.router_pb2 import (
     Ask,
     Done,
     Grant,
+    Handoff,
     ModelSnapshot,
     ModelTraffic,
     QueueReport,
@@ -85,7 +88,8 @@ class Script:
 
     `tokens` of every choice come one by one, those that are known aside; `by_choice`: of each its own. fail_after,
     hang_after and move_after (when it would rather not go on) count what this attempt has said of each choice.
-    fail_held: it fails instead of being prepared. prepare_s: that takes it so long.
+    fail_held: it fails instead of being prepared. prepare_s: that takes it so long. prefill_s: and the first token of
+    one that is not held.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -99,6 +103,7 @@ class Script:
     move_after: int | None = None
     fail_held: bool = False
     prepare_s: float = 0.0
+    prefill_s: float = 0.0
     pause_s: float = 0.0
     cached: int = 0
     chunk: int = 1
@@ -202,6 +207,8 @@ class FakeWorker(WorkerServicer):
                 raise Scripted(grpc.StatusCode.UNAVAILABLE)
             yield WorkerGenerateResponse(prepared=Prepared())
             known += (await self.resumes[attempt.key]).further
+        else:
+            await asyncio.sleep(script.prefill_s)
         async for message in self._output(script, request, known):
             yield message
 
@@ -255,6 +262,8 @@ class FakeRouter(RouterServicer):
     unstaffed: set[bytes] = field(default_factory=set)
     refusal: Refusal | None = None
     mute: bool = False
+    # The worker that takes over from every other one.
+    taker: str = ""
     asks: list[Ask] = field(default_factory=list)
     dones: list[Done] = field(default_factory=list)
     queues: list[QueueReport] = field(default_factory=list)
@@ -292,6 +301,11 @@ class FakeRouter(RouterServicer):
         self.models, self.traffic = list(models), [traffic] if traffic is not None else []
         self.changed.set()
 
+    def _handoff(self, ask: Ask, giver: str) -> Handoff:
+        step = PullStep(kind=LOCATION_KIND_WORKER, location_id=giver, epoch=1, num_blocks=1, wait_s=3.0)
+        address = self.workers[self.taker]
+        return Handoff(attempt=ask.attempt + 1, worker_id=self.taker, worker_address=address, pull_plan=[step])
+
     def _answer(self, ask: Ask) -> RouteResponse:
         identity = {"request_id": ask.request_id, "attempt": ask.attempt}
         if self.refusal is not None:
@@ -302,5 +316,7 @@ class FakeRouter(RouterServicer):
         for worker_id, address in self.workers.items():
             if worker_id not in ask.excluded_workers and ask.model_digest not in self.unstaffed:
                 grant = Grant(**identity, worker_id=worker_id, worker_epoch=1, worker_address=address, policy="fake")
+                if self.taker not in ("", worker_id) and ask.can_hand_off and not ask.resumes:
+                    grant.handoff.CopyFrom(self._handoff(ask, worker_id))
                 return RouteResponse(grant=grant)
         return RouteResponse(refusal=Refusal(**identity, reason=router_pb2.REFUSAL_REASON_NO_WORKER))

@@ -131,10 +131,14 @@ ACTIONS = ("draw", "draw", "read", "read", "want", "tick", "grant", "grant", "pr
 @settings(max_examples=400, deadline=None)
 @given(
     num_choices=st.integers(1, 3),
+    is_planned=st.booleans(),
     steps=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2)), max_size=120),
 )
-def test_no_token_is_lost_or_said_twice(num_choices: int, steps: list[tuple[str, int]]) -> None:
+def test_no_token_is_lost_or_said_twice(num_choices: int, is_planned: bool, steps: list[tuple[str, int]]) -> None:
+    """is_planned: a handoff, whose target begins with its source."""
     reader = Reader(num_choices)
+    if is_planned:
+        reader.target = Worker(num_choices, reader.move.planned(2))
     cut: set[int] = set()
     for action, pick in steps:
         choice = pick % num_choices
@@ -183,6 +187,19 @@ def test_tries_come_ever_later_and_end_where_they_are_not_worth_it() -> None:
         move.failed(now_s)
     assert not move.is_due(now_s + 1.9)
     assert move.is_due(now_s + 2.1)
+
+
+def test_a_handoff_that_fails_is_tried_again_once_there_is_output() -> None:
+    record = OutputRecord(1, MAX_TOKENS, ())
+    move = Move(record)
+    assert move.planned(2) == []
+    move.failed(0.0)
+    assert not move.is_due(1.0)
+    record.note(WorkerGenerateResponse(tokens=TokenChunk(choice=0, token_ids=[1])))
+    assert move.is_due(1.0)
+    move.asked()
+    move.failed(1.0)
+    assert move.stage is Stage.STAYING
 
 
 def test_what_has_only_its_end_left_is_not_moved() -> None:
