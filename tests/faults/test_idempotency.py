@@ -183,21 +183,8 @@ async def test_a_client_that_comes_back(mesh: Mesh, client: openai.AsyncOpenAI) 
     assert computed(mesh) - before == second.output_tokens == LONG["max_tokens"]
 
 
-async def test_the_death_of_the_worker(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
-    """The client has left, so that nobody moves the answer: it is computed anew, to the same text."""
-    whole = await read(client, "worker", Seen())
-    before = keyed(mesh, "anew")
-    victim = whole.headers["x-kvmesh-worker"]
-    mesh.kill(victim)
-    second = await read(client, "worker", Seen())
-    assert (second.text, second.id) == (whole.text, whole.id)
-    assert "x-kvmesh-replayed" not in second.headers
-    assert keyed(mesh, "anew") == before + 1
-    mesh.wait_ready()
-
-
 async def test_a_repeat_survives_the_worker_that_it_reads_from(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
-    workers, second = pids(mesh), Seen()
+    before, workers, second = keyed(mesh, "anew"), pids(mesh), Seen()
     first = await read(client, "both", Seen(), stop_after=20, **LONG)
     reading = asyncio.create_task(read(client, "both", second, **LONG))
     await eventually(lambda: len(second.text) > len(first.text) + 20, timeout_s=10)
@@ -206,19 +193,24 @@ async def test_a_repeat_survives_the_worker_that_it_reads_from(mesh: Mesh, clien
     assert not second.broken
     reference = await read(client, "both", Seen(), **LONG)
     assert (second.text, second.output_tokens) == (reference.text, LONG["max_tokens"])
+    assert "x-kvmesh-replayed" not in reference.headers, "nobody has the answer: it is computed anew"
+    assert keyed(mesh, "anew") == before + 1
     mesh.wait_ready()
 
 
-@pytest.mark.parametrize("logprobs", [None, 1])
-async def test_a_rescued_answer(mesh: Mesh, client: openai.AsyncOpenAI, logprobs: int | None) -> None:
-    """It can be read again, unless the lost worker took log probabilities with it."""
+@pytest.mark.parametrize(("number", "logprobs"), [(signal.SIGKILL, None), (signal.SIGKILL, 1), (signal.SIGTERM, None)])
+async def test_an_answer_that_has_left_its_worker(
+    mesh: Mesh, client: openai.AsyncOpenAI, number: signal.Signals, logprobs: int | None
+) -> None:
+    """It can be read again where it went, unless the lost worker took log probabilities with it."""
     workers, first, fields = pids(mesh), Seen(), {"logprobs": logprobs, **LONG}
-    reading = asyncio.create_task(read(client, f"rescued {logprobs}", first, **fields))
+    key = f"left {number} {logprobs}"
+    reading = asyncio.create_task(read(client, key, first, **fields))
     await eventually(lambda: len(first.text) > 20, timeout_s=10)
-    os.kill(workers[first.headers["x-kvmesh-worker"]], signal.SIGKILL)
+    os.kill(workers[first.headers["x-kvmesh-worker"]], number)
     await reading
     assert not first.broken
-    second = await read(client, f"rescued {logprobs}", Seen(), **fields)
+    second = await read(client, key, Seen(), **fields)
     assert (second.text, second.id, second.output_tokens) == (first.text, first.id, LONG["max_tokens"])
     assert ("x-kvmesh-replayed" in second.headers) is (logprobs is None)
     mesh.wait_ready()
