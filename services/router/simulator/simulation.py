@@ -15,13 +15,13 @@ from dataclasses import replace
 from random import Random
 
 from services.common.blocks import BlockId
-from services.common.fair_queue import Entry, FairQueue, RequestClass, StarvationBound
 from services.router.admission import AdmissionConfig
 from services.router.domain import Ask, AttemptId, Placement, RefusalReason, Refused
 from services.router.placement import PlacementConfig
 from services.router.policies import POLICIES
 from services.router.roll_call import SUSPECT_S
 from services.router.simulator import oracle
+from services.router.simulator.gateway_line import GatewayLine
 from services.router.simulator.introductions import MODEL, MODEL_DIGEST
 from services.router.simulator.job import Job
 from services.router.simulator.lower_tiers import LowerTiers, Pull, number_of
@@ -62,8 +62,7 @@ class Simulation:
         self.outcomes = [Outcome(request, at, request.arrival_s) for at, request in enumerate(trace.requests)]
         self._sessions = Sessions(self.outcomes)
         self._arrived = 0
-        # Traces name no tenants: one tenant, one class.
-        self._line: FairQueue[Outcome] = FairQueue(lambda tenant: 1.0, StarvationBound())
+        self._line = GatewayLine(scenario.patience_s, place=self._place, refuse=self._refuse)
         self._line_timer = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
@@ -91,36 +90,22 @@ class Simulation:
             self._lose_workers()
         if not self.workers[0].fits(outcome.request.prompt_tokens, outcome.request.output_tokens):
             self._refuse(outcome)
-        elif self._line.num_waiting or not self._place(outcome):
+        elif not self._line.is_empty or not self._place(outcome):
             self._wait(outcome)
 
     def _wait(self, outcome: Outcome) -> None:
-        cost = float(outcome.request.prompt_tokens)
-        self._line.push(Entry(outcome, "", RequestClass.STANDARD, cost), self.now_s)
+        self._line.join(outcome, self.now_s)
         self._start_line_timer()
 
     def _start_line_timer(self) -> None:
-        if self._line.num_waiting and not self._line_timer:
+        if not self._line.is_empty and not self._line_timer:
             self._line_timer = True
             self._at(self.now_s + _RETRY_S, self._on_line_timer)
 
     def _on_line_timer(self) -> None:
         self._line_timer = False
-        self._serve_line()
+        self._line.serve(self.now_s)
         self._start_line_timer()
-
-    def _serve_line(self) -> None:
-        """The first asks; when it gets a place the next one's turn has come."""
-        while (entry := self._line.pop(self.now_s)) is not None:
-            first = entry.item
-            if self.now_s - first.arrived_s > self._scenario.patience_s and not first.output_tokens:
-                self._refuse(first)
-                self._line.give_up(entry)
-            elif self._place(first):
-                self._line.take(entry)
-            else:
-                self._line.put_back(entry)
-                return
 
     def _place(self, outcome: Outcome) -> bool:
         """Ask the router; False when the request has to wait."""
@@ -291,7 +276,7 @@ class Simulation:
             output_tokens=outcome.request.output_tokens,
         )
         self._follow(outcome)
-        self._serve_line()
+        self._line.serve(self.now_s)
 
     def _refuse(self, outcome: Outcome) -> None:
         outcome.refused = True
@@ -319,7 +304,7 @@ class Simulation:
         outcome, attempt = _key(job)
         outcome.output_tokens += job.generated
         self._view.done(attempt, self.now_s, outcome="worker_failed")
-        if self._line.num_waiting or not self._place(outcome):
+        if not self._line.is_empty or not self._place(outcome):
             self._wait(outcome)
 
 
