@@ -11,8 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from services.router.policies import POLICIES
+from services.router.policies.correction import NUM_WEIGHTS, Correction
 from services.router.policies.costs import estimate
 from services.router.policies.view import PolicyRequest, PolicyView
+from tests.router.policies.reference import costs_of
 from tests.router.policies.views import request_of, rows_of, view_of, views
 
 PROMPT = 700
@@ -61,6 +63,36 @@ def test_the_choice_does_not_depend_on_the_unit_of_time(view: PolicyView, factor
         scaled = scores_of(policy, request, replace(view, rows=rows, pressure=lately))
         by = factor if policy == "predicted_ttft" else 1.0
         assert np.allclose(scaled, scores * by, rtol=1e-6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    loaded,
+    st.sampled_from([5, 60, PROMPT, 2000]),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.lists(st.floats(0.1, 3.0), min_size=NUM_WEIGHTS, max_size=NUM_WEIGHTS),
+    st.floats(0.0, 1.2),
+    st.booleans(),
+)
+def test_every_candidate_costs_what_it_would_alone_in_plain_arithmetic(
+    view: PolicyView, prompt: int, priority: int, choices: int, weights: list[float], share: float, quadratic: bool
+) -> None:
+    request = replace(request_of(prompt, priority=priority), num_choices=choices)
+    rows = view.rows.copy()
+    rows["pace"] = np.linspace(0.5, 2.0, len(rows))
+    rows["least_step_s"], rows["pending_pairs"], rows["queued_pairs"] = 0.01, 1e4, 1e5
+    rows["prefill_pair_s"], rows["context_token_s"] = quadratic * 1e-8, quadratic * 1e-7
+    rows["context_tokens"], rows["pending_blocks"] = 500.0 * rows["decoding"], 10.0 * rows["pending"]
+    local = np.minimum(view.local_blocks, request.usable_blocks)
+    lately = replace(view.pressure, prefill_share=np.full(len(rows), share), reuse=share / 2)
+    view = replace(view, rows=rows, local_blocks=local, pressure=lately, correction=Correction(tuple(weights), 1.5))
+    costs = estimate(request, view)
+    for at in range(len(rows)):
+        expected = costs_of(request, view, at)
+        for name in expected.__dataclass_fields__:
+            assert getattr(costs, name)[at] == pytest.approx(getattr(expected, name), rel=1e-9, abs=1e-12), name
+        assert np.dot(costs.features(at), weights) * rows["pace"][at] == pytest.approx(costs.predicted_ttft_s[at])
 
 
 @settings(max_examples=100, deadline=None)
