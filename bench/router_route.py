@@ -1,8 +1,8 @@
 """Decisions through gRPC: a router process with many workers, asked on one Route stream at a fixed rate.
 
-The process is the router's service on the mesh's server, with telemetry on; index and worker table are filled
-directly, and each worker's report enters the table every 100 ms. Left out is what a Redis and a Watch stream to every
-worker cost beside it.
+The process is the router's service on the mesh's server, with telemetry on and decisions kept for `kvmesh ctl
+explain`. Every worker can be pulled from; index and worker table are filled directly, and each worker's report enters
+the table every 100 ms. Left out is what a Redis and a Watch stream to every worker cost beside it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ _START_DEADLINE_S = 120.0
 _ANSWER_DEADLINE_S = 10.0
 # A request is closed so many asks after its own.
 _OPEN_ASKS = 200
+# As many as a router keeps that nobody has told otherwise.
+_EXPLAINED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,11 @@ def add_workers(table: WorkerTable, count: int, now_s: float) -> None:
     """`count` workers that differ in their load only."""
     for number in range(count):
         worker_id = WorkerId(f"w{number}")
-        table.add(LocationRecord(kind="worker", id=worker_id, epoch=1, host=f"h{number % 125}", grpc_address="h:1"))
+        table.add(
+            LocationRecord(
+                kind="worker", id=worker_id, epoch=1, host=f"h{number % 125}", grpc_address="h:1", pull_address="h:2"
+            )
+        )
         table.identify(worker_id, _identity(worker_id), now_s)
         report(table, number, now_s)
 
@@ -113,7 +119,7 @@ def _serve(parent: Connection, num_workers: int, num_blocks: int) -> None:
 
 async def _serve_until_told(parent: Connection, num_workers: int, num_blocks: int) -> None:
     config = PlacementConfig("predicted_ttft", AdmissionConfig(60.0))
-    decisions = Decisions(config, RedisHealth(), RouterMetrics(), pending_timeout_s=5.0)
+    decisions = Decisions(config, RedisHealth(), RouterMetrics(), pending_timeout_s=5.0, explained_requests=_EXPLAINED)
     fill(decisions.replica, build(num_workers, num_blocks))
     add_workers(decisions.table, num_workers, time.monotonic())
     decisions.holders.changed()
