@@ -70,7 +70,7 @@ class Move:
         """Whether to ask for a target now. What has only its end left to be told is not moved."""
         if self._needs_output and not self.output.num_tokens:
             return False
-        return self.stage is Stage.WAITING and now_s >= self._due_at_s and not self.output.is_over
+        return self.stage is Stage.WAITING and now_s >= self._due_at_s and self.output.num_open > 0
 
     def asked(self) -> None:
         """A target has been asked for."""

@@ -10,16 +10,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from kvmesh.v1.worker_pb2 import KnownOutput, WorkerChoiceFinish, WorkerGenerateResponse
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far a record had come: tokens of each choice, and whether it had ended."""
+    """How far a record had come: tokens of each choice, and whether nothing was left to be drawn of it."""
 
     lengths: tuple[int, ...]
-    ended: tuple[bool, ...]
+    spent: tuple[bool, ...]
 
 
 class OutputRecord:
@@ -59,38 +59,41 @@ class OutputRecord:
 
     @property
     def num_open(self) -> int:
-        """Choices that have not ended."""
-        return self._ended.count(False)
+        """Choices that something is left to be drawn of; one that lacks only its finish is none of them."""
+        return self._spent().count(False)
 
     def first_open(self) -> Sequence[int]:
-        """Tokens of the first choice that has not ended, of the first of all when all have."""
-        return self._tokens[0 if self.is_over else self._ended.index(False)]
+        """Tokens of the first of these, of the first choice when there is none."""
+        return self._tokens[self._spent().index(False) if self.num_open else 0]
 
     def mark(self) -> Mark:
         """How far it has come."""
-        return Mark(tuple(map(len, self._tokens)), tuple(self._ended))
+        return Mark(tuple(map(len, self._tokens)), tuple(self._spent()))
 
     def known(self, since: Mark | None = None) -> list[KnownOutput]:
         """The record as an attempt is told it, or what is new in it since `since`; choices without any are left out."""
         before = since or Mark((0,) * len(self._tokens), (False,) * len(self._tokens))
         return [
-            KnownOutput(choice=choice, token_ids=tokens[before.lengths[choice] :], finished=ended)
-            for choice, (tokens, ended) in enumerate(zip(self._tokens, self._ended, strict=True))
-            if len(tokens) > before.lengths[choice] or ended != before.ended[choice]
+            KnownOutput(choice=choice, token_ids=tokens[before.lengths[choice] :], finished=is_spent)
+            for choice, (tokens, is_spent) in enumerate(zip(self._tokens, self._spent(), strict=True))
+            if len(tokens) > before.lengths[choice] or is_spent != before.spent[choice]
         ]
 
     def loose_ends(self) -> list[WorkerGenerateResponse]:
         """End the choices that have had their last token, and give the finishes that a lost attempt did not tell."""
         finishes: list[WorkerGenerateResponse] = []
-        for choice, tokens in enumerate(self._tokens):
-            if self._ended[choice] or not tokens:
-                continue
-            if tokens[-1] in self._stop_token_ids:
-                reason = FINISH_REASON_STOP
-            elif len(tokens) >= self._max_tokens:
-                reason = FINISH_REASON_LENGTH
-            else:
-                continue
-            self._ended[choice] = True
-            finishes.append(WorkerGenerateResponse(finish=WorkerChoiceFinish(choice=choice, reason=reason)))
+        for choice, reason in enumerate(map(self._end_of_tokens, range(len(self._tokens)))):
+            if reason is not None and not self._ended[choice]:
+                self._ended[choice] = True
+                finishes.append(WorkerGenerateResponse(finish=WorkerChoiceFinish(choice=choice, reason=reason)))
         return finishes
+
+    def _spent(self) -> list[bool]:
+        return [ended or self._end_of_tokens(choice) is not None for choice, ended in enumerate(self._ended)]
+
+    def _end_of_tokens(self, choice: int) -> FinishReason.ValueType | None:
+        """Why the last token of a choice ends it; None when it does not."""
+        tokens = self._tokens[choice]
+        if tokens and tokens[-1] in self._stop_token_ids:
+            return FINISH_REASON_STOP
+        return FINISH_REASON_LENGTH if len(tokens) >= self._max_tokens else None
