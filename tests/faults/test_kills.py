@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.support.mesh import MODEL, Mesh, running_mesh, wait_for
+from tests.support.mesh import MODEL, Mesh, running_mesh, total, wait_for
 
 STREAMS = 8
 TOKENS = 160
@@ -147,15 +147,42 @@ async def test_stop(mesh: Mesh, role: str, undisturbed: list[str]) -> None:
     pid = worker["pid"] if role == "front" else next(c["pid"] for c in worker["children"] if c["role"] == role)
     seen = [Stream() for _ in range(STREAMS)]
     async with asyncio.TaskGroup() as group:
-        for number, one in enumerate(seen):
-            group.create_task(stream(mesh, number, one))
+        streams = [group.create_task(stream(mesh, number, one)) for number, one in enumerate(seen)]
         async with asyncio.timeout(60):
             await asyncio.gather(*(one.started.wait() for one in seen))
         os.kill(pid, signal.SIGSTOP)
         try:
             took = await asyncio.gather(*(time_to_success(mesh, NEW_REQUEST_AFTER_SILENCE_S) for _ in range(4)))
+            await asyncio.wait(streams)
         finally:
             os.kill(pid, signal.SIGCONT)
     print(f"{role} stopped: new requests after {', '.join(f'{s * 1e3:.0f}' for s in took)} ms")
     assert max(took) < NEW_REQUEST_AFTER_SILENCE_S
     assert_unnoticed(seen, undisturbed)
+
+
+async def test_drain(mesh: Mesh, undisturbed: list[str]) -> None:
+    """A worker that is told to end has its running streams moved first."""
+    mesh.wait_ready()
+    victim = mesh.of_kind("worker")[0]
+    gateway = mesh.of_kind("gateway")[0]["name"]
+    before = mesh.metrics(gateway)
+    seen = [Stream() for _ in range(STREAMS)]
+    async with asyncio.TaskGroup() as group:
+        for number, one in enumerate(seen):
+            group.create_task(stream(mesh, number, one))
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(one.started.wait() for one in seen))
+        os.kill(victim["pid"], signal.SIGTERM)
+    assert_unnoticed(seen, undisturbed)
+    assert any(one.worker == victim["name"] for one in seen), "some stream was on that worker"
+    after = mesh.metrics(gateway)
+
+    def gained(name: str, **labels: str) -> float:
+        return total(after, name, **labels) - total(before, name, **labels)
+
+    moved, gaps_s = gained("kvmesh_gateway_moves_total", outcome="moved"), gained("kvmesh_gateway_move_gap_seconds_sum")
+    print(f"{moved:.0f} streams moved, mean gap {1e3 * gaps_s / max(1.0, moved):.0f} ms")
+    assert moved > 0
+    assert gained("kvmesh_gateway_rescues_total") == 0
+    wait_for(lambda: all(entry["ready"] for entry in mesh.ps()), within_s=60, what=f"{victim['name']} is back")
