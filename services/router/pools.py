@@ -57,7 +57,9 @@ class Pools:
         """An ask of this router's own gateways has been answered."""
         objective_s = ask.ttft_objective_s or self._config.ttft_s
         if isinstance(answer, Placement):
-            self.granted(answer.worker_id, answer.prefill_tokens, now_s)
+            for part in (answer, answer.handoff):
+                if part is not None:
+                    self.granted(part.worker_id, part.prefill_tokens, now_s)
             key = self._key_of(answer.worker_id)
             if key is not None:
                 self._pool(key).demand.judge(answer.predicted_ttft_s <= objective_s, now_s)
@@ -75,7 +77,8 @@ class Pools:
         key = self._key_of(worker_id)
         if key is not None:
             row = OneRow(self._table.rows, self._table.workers[worker_id].row)
-            seconds = float(work_s(row, prefill_tokens, self._placer.output_tokens.value))
+            output_tokens = 0.0 if key.role == "prefill" else self._placer.output_tokens.value
+            seconds = float(work_s(row, prefill_tokens, output_tokens))
             self._pool(key).demand.add_work(seconds, now_s)
 
     def update(self, now_s: float) -> None:

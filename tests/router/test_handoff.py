@@ -147,6 +147,9 @@ def test_both_parts_are_counted_until_they_are_closed() -> None:
     pending = {name: set(worker.pending) for name, worker in decisions.table.workers.items()}
     assert pending == {"p": {f"{ask.id.request_id}/1"}, "d": {f"{ask.id.request_id}/2"}}
     assert set(opened) == {ask.id, AttemptId(ask.id.request_id, 2)}
+    demands = {key.role: pool.demand.work.at(NOW_S) for key, pool in decisions.pools._pools.items()}
+    assert 0 < demands["decode"] != demands["prefill"]
+    assert demands["prefill"] == pytest.approx(2005 / IDENTITY.prefill_tokens_per_s)
     (explained,) = decisions.explanations.of(ask.id.request_id)
     assert (explained.worker_id, explained.handoff_worker_id) == ("p", "d")
     decisions.done(ask.id, opened, NOW_S, outcome="cancelled", ttft_s=1.0, output_tokens=3)
