@@ -103,6 +103,7 @@ class Mover:
             if is_move:
                 self.placing.placement.metrics.record_handoff(time.monotonic() - self._handed_off_at_s)
             self._count_handoff("completed" if is_move else "source_failed")
+            self._handed_off_at_s = 0.0
         else:
             self._count("moved")
         return target, switch
@@ -115,6 +116,7 @@ class Mover:
             task.cancel()
         if self._target is not None and self._handed_off_at_s:
             self._count_handoff("abandoned")
+        self._handed_off_at_s = 0.0
         self._drop(OUTCOME_CANCELLED)
 
     async def _prepare(self) -> None:
