@@ -52,14 +52,11 @@ class Move:
     _mark: Mark = field(default_factory=lambda: Mark((), ()))
 
     def wanted(self, now_s: float, max_tries: float) -> None:
-        """The source would rather not go on. Nothing new while a move is on its way."""
-        if self.stage is Stage.STAYING:
-            self.stage, self._due_at_s, self._pause_s, self._tries_left = (
-                Stage.WAITING,
-                now_s,
-                _FIRST_PAUSE_S,
-                max_tries,
-            )
+        """The source would rather not go on. Of a move that is on its way it may only raise how often to try."""
+        if self.stage is not Stage.STAYING:
+            self._tries_left = max(self._tries_left, max_tries)
+            return
+        self.stage, self._due_at_s, self._pause_s, self._tries_left = Stage.WAITING, now_s, _FIRST_PAUSE_S, max_tries
 
     def planned(self, max_tries: float) -> list[KnownOutput]:
         """A target was named together with the source, and is started with it. A later one waits for output."""

@@ -52,8 +52,8 @@ class Mover:
         """The worker of the stream's attempt would rather not go on with it; one that leaves asks for good."""
         if self._move.stage is Stage.STAYING:
             self._avoided = [source_id]
-            self._move.wanted(time.monotonic(), math.inf if reason == MOVE_REASON_DRAINING else _TRIES)
-            self.pulse(time.monotonic())
+        self._move.wanted(time.monotonic(), math.inf if reason == MOVE_REASON_DRAINING else _TRIES)
+        self.pulse(time.monotonic())
 
     def hand_off(self, source: PlacedAttempt) -> None:
         """Start the second part of a request whose source is only to compute the prompt, as its grant says.
@@ -159,6 +159,10 @@ class Mover:
                 return
             elif kind == "stale":
                 self._fail("stale", OUTCOME_STALE)
+                return
+            elif kind == "move_wanted":
+                # It goes, too: whoever took the output there would have to leave again.
+                self._fail("leaves", OUTCOME_CANCELLED)
                 return
 
     def _fail(self, reason: str, outcome: Outcome.ValueType = OUTCOME_WORKER_FAILED) -> None:

@@ -88,8 +88,8 @@ class Script:
 
     `tokens` of every choice come one by one, those that are known aside; `by_choice`: of each its own. fail_after,
     hang_after and move_after (when it would rather not go on) count what this attempt has said of each choice.
-    fail_held: it fails instead of being prepared. prepare_s: that takes it so long. prefill_s: and the first token of
-    one that is not held.
+    fail_held: it fails instead of being prepared. leave_held: it would rather not go on before it is. prepare_s:
+    that takes it so long. prefill_s: and the first token of one that is not held.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -102,6 +102,7 @@ class Script:
     hang_after: int | None = None
     move_after: int | None = None
     fail_held: bool = False
+    leave_held: bool = False
     prepare_s: float = 0.0
     prefill_s: float = 0.0
     pause_s: float = 0.0
@@ -202,6 +203,8 @@ class FakeWorker(WorkerServicer):
             return
         yield WorkerGenerateResponse(admitted=Admitted(worker_id=self.worker_id, cached_tokens=script.cached))
         if request.hold_s:
+            if script.leave_held:
+                yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=MOVE_REASON_DRAINING))
             await asyncio.sleep(script.prepare_s)
             if script.fail_held:
                 raise Scripted(grpc.StatusCode.UNAVAILABLE)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH
@@ -189,6 +191,22 @@ def test_tries_come_ever_later_and_end_where_they_are_not_worth_it() -> None:
         move.failed(now_s)
     assert not move.is_due(now_s + 1.9)
     assert move.is_due(now_s + 2.1)
+
+
+@pytest.mark.parametrize("before", [(), ("wanted",), ("wanted", "asked"), ("wanted", "asked", "started"), ("planned",)])
+def test_a_worker_that_leaves_is_left_whatever_was_on_its_way(before: tuple[str, ...]) -> None:
+    """The tries of a lesser wish, or of a handoff, would come to an end."""
+    record = OutputRecord(1, MAX_TOKENS, ())
+    record.note(WorkerGenerateResponse(tokens=TokenChunk(choice=0, token_ids=[1])))
+    move = Move(record)
+    arguments: dict[str, tuple[float, ...]] = {"wanted": (0.0, 1), "planned": (1,)}
+    for step in before:
+        getattr(move, step)(*arguments.get(step, ()))
+    move.wanted(0.0, math.inf)
+    move.wanted(0.0, 3)
+    for number in range(1, 10):
+        move.failed(float(10 * number))
+        assert move.is_due(10.0 * number + 5)
 
 
 def test_a_handoff_that_fails_is_tried_again_once_there_is_output() -> None:

@@ -93,6 +93,20 @@ async def test_a_stale_target_is_asked_for_again(mesh: Mesh) -> None:
     assert outcomes == {1: OUTCOME_CANCELLED, 2: OUTCOME_STALE, 3: OUTCOME_OK}
 
 
+async def test_a_target_that_leaves_too_is_not_taken(mesh: Mesh) -> None:
+    """Its wish, made before it was prepared, would not be heard again."""
+    mesh.plan[:] = [plain(mesh, pause_s=0.1, move_after=1), plain(mesh, leave_held=True, prepare_s=0.1), plain(mesh)]
+    mesh.router.workers["w2"] = mesh.router.workers["w1"]
+    try:
+        assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    finally:
+        del mesh.router.workers["w2"]
+    await eventually(lambda: len(mesh.router.dones) == 3)
+    outcomes = {done.attempt: done.outcome for done in mesh.router.dones}
+    assert outcomes == {1: OUTCOME_CANCELLED, 2: OUTCOME_CANCELLED, 3: OUTCOME_OK}
+    assert list(mesh.router.asks[2].excluded_workers) == ["w0", "w1"]
+
+
 @pytest.mark.parametrize("reason", [REFUSAL_REASON_NO_WORKER, REFUSAL_REASON_OVERLOADED])
 async def test_who_finds_no_target_stays_and_asks_again(mesh: Mesh, reason: int) -> None:
     mesh.plan[:] = [plain(mesh, pause_s=0.15, move_after=1), plain(mesh)]
