@@ -96,6 +96,10 @@ class PlacedStream:
         except AttemptEnded as end:
             self._end_attempt(OUTCOME_CANCELLED)
             raise AnswerNotKept(f"the answer is not kept: {end.code.name}") from None
+        if not message.HasField("admitted"):
+            # Another attempt has taken its place meanwhile, and there is no room for that.
+            self._end_attempt(OUTCOME_CANCELLED)
+            raise AnswerNotKept("the answer is not kept: STALE")
         self._take(attempt, message)
         self._ready.append(message)
 

@@ -138,6 +138,8 @@ class FakeWorker(WorkerServicer):
     # Says nothing any more; heeds no cancels.
     frozen: bool = False
     deaf: bool = False
+    # What who comes back for an answer hears, instead of nothing.
+    kept: WorkerGenerateResponse | None = None
     server: MeshServer = field(default_factory=lambda: MeshServer("127.0.0.1:0", secret=SECRET))
 
     async def start(self) -> str:
@@ -158,6 +160,9 @@ class FakeWorker(WorkerServicer):
                 elif message.HasField("resume"):
                     if (resume := self.resumes.get(message.resume.key)) is not None:
                         resume.set_result(message.resume)
+                elif message.HasField("attach"):
+                    if self.kept is not None:
+                        outbox.put_nowait(AttemptEvents(key=message.attach.key, events=[self.kept], end=AttemptEnd()))
                 elif (key := message.cancel or message.detach.key) in tasks and not self.deaf:
                     tasks[key].cancel()
 

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from google.api.httpbody_pb2 import HttpBody
 from kvmesh.v1.router_pb2 import REFUSAL_REASON_NO_WORKER, Refusal
+from kvmesh.v1.worker_pb2 import Stale, WorkerGenerateResponse
 
 from services.common.blocks import tenant_tag
 from services.common.keys import KeySpace
@@ -75,6 +76,16 @@ async def test_workers_are_asked_to_keep_it_and_a_run_anew_has_its_seed_and_name
     other = await complete(mesh, "b")
     assert other["id"] != first["id"]
     assert mesh.workers[0].requests[-1].sampling.seed != requests[0].sampling.seed
+
+
+async def test_a_kept_answer_that_was_never_begun_is_run_anew(mesh: Mesh) -> None:
+    first = await complete(mesh, "stale")
+    mesh.workers[0].kept = WorkerGenerateResponse(stale=Stale())
+    try:
+        assert await complete(mesh, "stale") == first
+    finally:
+        mesh.workers[0].kept = None
+    assert len(mesh.workers[0].requests) == 2
 
 
 async def test_a_seed_of_its_own_goes_first(mesh: Mesh) -> None:
