@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from envoy.config.route.v3 import route_components_pb2, route_pb2
 from envoy.extensions.retry.host.previous_hosts.v3 import previous_hosts_pb2
+from envoy.type.matcher.v3 import string_pb2
 from grpc_health.v1 import health_pb2
 
 from deploy.envoy.clusters import ADMIN, GATEWAYS
 from deploy.envoy.descriptors import INFERENCE_SERVICE, OPENAI_SERVICE
 from deploy.envoy.wire import packed, seconds, uint32
-from services.common.rpc import TOKEN_METADATA
+from services.common.rpc import ELSEWHERE_METADATA, TOKEN_METADATA
 
 HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 PUBLIC_SERVICES = (OPENAI_SERVICE, INFERENCE_SERVICE, HEALTH_SERVICE)
-# Safe for any method: in each case no gateway has seen the request.
-_RETRY_ON = "connect-failure,refused-stream,reset-before-request"
+# Safe for any method: in each case no gateway has begun the request; a draining one says so in a header.
+_RETRY_ON = "connect-failure,refused-stream,reset-before-request,retriable-headers"
 _MAX_RETRIES = 2
 
 
@@ -59,5 +60,10 @@ def _retry_policy() -> route_components_pb2.RetryPolicy:
         retry_on=_RETRY_ON,
         num_retries=uint32(_MAX_RETRIES),
         retry_host_predicate=[elsewhere],
+        retriable_headers=[
+            route_components_pb2.HeaderMatcher(
+                name=ELSEWHERE_METADATA, string_match=string_pb2.StringMatcher(exact="1")
+            )
+        ],
         host_selection_retry_max_attempts=3,
     )

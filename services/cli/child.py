@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.cli.contact import contact
-from services.cli.errors import StartError
+from services.cli.errors import CliError, StartError
 from services.cli.logs import last_lines, open_log
 from services.cli.plan import ProcessSpec
 from services.cli.probes import is_ready
@@ -64,6 +64,8 @@ class Child:
         self._stop_deadline_s = 0.0
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
+        self._replacing = asyncio.Event()
+        self._lives = 0
         self._ended = asyncio.Event()
         self._ended.set()
 
@@ -85,6 +87,23 @@ class Child:
         self._killing.set()
         self._stopping.set()
 
+    async def replace(self, deadline_s: float, start_limit_s: float) -> float:
+        """SIGTERM now, SIGKILL after the deadline, and another process in its place; seconds until that is ready.
+
+        Raises CliError when it takes longer than both limits together; it is then still tried.
+        """
+        started_s, lives = time.monotonic(), self._lives
+        self._stop_deadline_s = deadline_s
+        self._replacing.set()
+        try:
+            async with asyncio.timeout(deadline_s + start_limit_s):
+                while self._lives == lives:
+                    await asyncio.sleep(_PROBE_INTERVAL_S)
+                await self.ready.wait()
+        except TimeoutError:
+            raise CliError(f"{self.spec.name} is not ready again within {start_limit_s:g} s") from None
+        return time.monotonic() - started_s
+
     async def wait_ended(self) -> None:
         """Until `run` has returned; at once if it never ran."""
         await self._ended.wait()
@@ -96,6 +115,9 @@ class Child:
             status = await self._run_once()
             if self._stopping.is_set():
                 return
+            if self._replacing.is_set():
+                self._replacing.clear()
+                continue
             attempts += 1
             if not self._was_ready and (status == CONFIGURATION_ERROR_STATUS or attempts >= START_ATTEMPTS):
                 raise StartError(self._last_words(status))
@@ -110,22 +132,25 @@ class Child:
     async def _run_once(self) -> int:
         self._state.ready_file(self.spec.name).unlink(missing_ok=True)
         process = await self._spawn()
+        self._lives += 1
         self._set_pid(process.pid)
         watcher = asyncio.create_task(self._watch_readiness())
         silent = asyncio.create_task(self._watch_silence(process.pid))
         stopping = asyncio.create_task(self._stopping.wait())
+        replacing = asyncio.create_task(self._replacing.wait())
         exit_status = asyncio.create_task(process.wait())
         try:
-            await asyncio.wait({exit_status, stopping, silent}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({exit_status, stopping, replacing, silent}, return_when=asyncio.FIRST_COMPLETED)
             if not exit_status.done() and not silent.done():
                 await self._terminate(process, exit_status)
             # What it left behind must not hold its ports.
             _kill_group(process.pid)
             return await exit_status
         finally:
-            for task in (watcher, silent, stopping):
+            watches = (watcher, silent, stopping, replacing)
+            for task in watches:
                 task.cancel()
-            await asyncio.gather(watcher, silent, stopping, return_exceptions=True)
+            await asyncio.gather(*watches, return_exceptions=True)
             self.ready.clear()
             self._set_pid(None)
 

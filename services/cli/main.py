@@ -17,6 +17,7 @@ from services.cli.commands.doctor import doctor
 from services.cli.commands.kv import kv
 from services.cli.commands.models import models
 from services.cli.commands.ps import logs, ps
+from services.cli.commands.rollout import rollout
 from services.cli.commands.up import down, up
 from services.cli.errors import CliError
 from services.common.settings import ConfigurationError, exit_on_configuration_error
@@ -39,6 +40,7 @@ ctl.command()(memory)
 ctl.command()(load)
 ctl.command()(unload)
 ctl.command()(explain)
+ctl.command()(rollout)
 for name, operation in CONTROL_COMMANDS.items():
     ctl.command(name)(operation)
 app.add_typer(ctl, name="ctl")

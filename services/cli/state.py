@@ -64,6 +64,11 @@ class StateDir:
         """Where Redis is, password included."""
         return self.root / "redis_url"
 
+    @property
+    def socket(self) -> Path:
+        """Where the running supervisor takes commands."""
+        return self.run / "supervisor.sock"
+
     def ssd(self, name: str) -> Path:
         """Blocks of a kvstore node; survives restarts."""
         return self.root / "ssd" / name

@@ -12,13 +12,16 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from services.cli.child import Child
-from services.cli.errors import StartError
+from services.cli.errors import CliError, StartError
 from services.cli.load_progress import load_progress
 from services.cli.logs import rotate
 from services.cli.plan import STOP_ORDER, MeshPlan, ProcessSpec
 from services.cli.probes import PROBE_TIMEOUT_S, http_exchange, http_status
+from services.cli.requests import answering
+from services.cli.rollout import Rollout
 from services.cli.state import StateDir
 
 STOP_DEADLINE_S = 10.0
@@ -49,6 +52,7 @@ class Supervisor:
         self._report = report
         self._phase = "starting"
         self._served = False
+        self._rolling = asyncio.Lock()
         self._runs: set[asyncio.Task[None]] = set()
         self._children = [
             Child(
@@ -71,12 +75,27 @@ class Supervisor:
                 if not stop.is_set():
                     self._served = True
                     self._set_phase("ready")
-                    on_ready()
-                    await self._until_stopped(stop, _forever())
+                    async with answering(self._state, {"rollout": self._roll_out}):
+                        on_ready()
+                        await self._until_stopped(stop, _forever())
             finally:
                 self._set_phase("stopping")
                 await self._stop(stop)
                 rotation.cancel()
+
+    async def _roll_out(self, asked: dict[str, Any], report: Callable[[str], None]) -> None:
+        """Raises CliError."""
+        if self._rolling.locked():
+            raise CliError("a rollout is under way")
+
+        def tell(line: str) -> None:
+            self._report(line)
+            report(line)
+
+        async with self._rolling:
+            rollout = Rollout(self._children, start_limit_s=self._start_timeout_s, report=tell)
+            await rollout.run(interrupt=asked.get("interrupt") is True)
+            tell("the rollout is complete")
 
     async def _start(self, timeout_s: float) -> None:
         try:

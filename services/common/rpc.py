@@ -28,6 +28,8 @@ else:
 MAX_MESSAGE_BYTES = 16 * 2**20
 TOKEN_METADATA = "x-kvmesh-token"
 REQUEST_ID_METADATA = "x-request-id"
+# On a refusal: not begun here, and another replica of this service may take it.
+ELSEWHERE_METADATA = "x-kvmesh-elsewhere"
 OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
 
 _OPTIONS: Sequence[tuple[str, int]] = (

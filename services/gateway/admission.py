@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.errors import Overloaded, TenantLimitExceeded
+from services.gateway.errors import Draining, Overloaded, TenantLimitExceeded
 
 
 class Admission:
@@ -16,9 +16,9 @@ class Admission:
         self.draining = False
 
     def enter(self, tenant: str) -> None:
-        """Take a place. Raises Overloaded or TenantLimitExceeded."""
+        """Take a place. Raises Draining, Overloaded or TenantLimitExceeded."""
         if self.draining:
-            raise Overloaded("this gateway is shutting down")
+            raise Draining("this gateway is shutting down")
         if self.total >= self._max_total:
             raise Overloaded(f"{self.total} requests are in flight")
         if self._by_tenant.get(tenant, 0) >= self._max_tenant:

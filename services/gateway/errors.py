@@ -10,6 +10,7 @@ GatewayError
 ├── ModelNotFound
 ├── TenantLimitExceeded            this tenant has too much in flight or waiting, or has used up a quota
 ├── Overloaded                     the gateway or every worker is full
+│   ├── Draining                   the gateway ends; another one may take the request
 │   ├── WorkersFull                every worker is, at this moment
 │   └── ObjectiveUnmet             no worker would answer in the time that the request allows
 ├── ModelUnavailable               known, and nobody serves it now
@@ -24,6 +25,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+
+from services.common.rpc import ELSEWHERE_METADATA
 
 ERROR_METADATA = "x-openai-error"
 RETRY_METADATA = "retry-after"
@@ -74,6 +77,10 @@ class TenantLimitExceeded(GatewayError):
 
 class Overloaded(GatewayError):
     """Nobody can take the request now."""
+
+
+class Draining(Overloaded):
+    """This gateway takes no more requests; nothing of this one was begun."""
 
 
 class WorkersFull(Overloaded):
@@ -148,10 +155,15 @@ def openai_body(error: GatewayError) -> str:
 
 
 def trailing_metadata(error: GatewayError) -> tuple[tuple[str, str], ...]:
-    """What travels beside the gRPC status: the OpenAI body and, where a retry helps, whole seconds to wait."""
+    """What travels beside the gRPC status: the OpenAI body and, where a retry helps, whole seconds to wait.
+
+    What another gateway could take at once is marked for Envoy.
+    """
     shape = shape_of(error)
     metadata = [(ERROR_METADATA, openai_body(error))]
     retry_after_s = error.retry_after_s if error.retry_after_s is not None else shape.retry_after_s
     if shape.retry_after_s is not None and retry_after_s is not None:
         metadata.append((RETRY_METADATA, str(max(1, math.ceil(retry_after_s)))))
+    if isinstance(error, Draining):
+        metadata.append((ELSEWHERE_METADATA, "1"))
     return tuple(metadata)

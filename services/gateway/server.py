@@ -43,6 +43,7 @@ from services.gateway.worker_channels import WorkerChannels
 
 # Silence is looked for this often, and held-back events this often while writes are paced.
 _PULSE_S, _PACED_PULSE_S = 0.1, 0.02
+_LEAVE_S = 1.0
 _DRAIN_POLL_S = 0.05
 _log = structlog.get_logger("gateway")
 
@@ -196,6 +197,8 @@ class GatewayServer:
         while self.core.admission.total and time.monotonic() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_S)
         _log.info("drained", inflight=self.core.admission.total)
+        # Envoy may not know yet: what is on its way here is refused, and not reset, which Envoy could not repeat.
+        await self._server.stop(_LEAVE_S)
 
 
 def _line_limits(settings: GatewaySettings) -> LineLimits:

@@ -20,7 +20,7 @@ from kvmesh.v1 import inference_pb2, inference_pb2_grpc, openai_pb2, openai_pb2_
 from deploy.envoy.bootstrap import bootstrap_json
 from deploy.envoy.settings import Address, EnvoySettings
 from services.cli.binaries import envoy_binary
-from services.common.rpc import MeshServer
+from services.common.rpc import ELSEWHERE_METADATA, MeshServer
 from tests.envoy.http_client import request
 from tests.support.processes import free_port
 
@@ -33,6 +33,7 @@ class OpenAIServer(openai_pb2_grpc.OpenAIServicer):
     """Bodies are JSON scripts: {"events": N, "gap_s": S}, {"fail": STATUS, ...}, {"echo": true}."""
 
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: bool = False
     calls: int = 0
     bodies: list[bytes] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
@@ -40,6 +41,8 @@ class OpenAIServer(openai_pb2_grpc.OpenAIServicer):
 
     async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncIterator[HttpBody]:
         self.calls += 1
+        if self.draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "draining", ((ELSEWHERE_METADATA, "1"),))
         self.metadata.append({key: str(value) for key, value in context.invocation_metadata() or ()})
         try:
             script = json.loads(request.data)

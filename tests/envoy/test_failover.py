@@ -57,6 +57,17 @@ async def test_a_gateway_that_drains_gets_no_new_work(tmp_path: Path) -> None:
             assert (stays.openai.calls, drains.openai.calls) == (10, 0)
 
 
+async def test_what_a_draining_gateway_refuses_goes_to_another(tmp_path: Path) -> None:
+    """Between the moment that it drains and the health check that tells Envoy."""
+    async with serving_gateway() as stays, serving_gateway() as drains:
+        async with running_envoy(tmp_path, stays.address, drains.address) as edge:
+            drains.openai.draining = True
+            for _ in range(20):
+                async with request(edge.port, "POST", "/v1/chat/completions", b"{}") as response:
+                    assert response.status == 200
+            assert drains.openai.calls > 0
+
+
 async def test_a_gateway_that_comes_back_is_used_again(tmp_path: Path) -> None:
     listen = f"127.0.0.1:{free_port()}"
     async with serving_gateway(listen) as first, running_envoy(tmp_path, first.address) as edge:
