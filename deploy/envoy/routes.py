@@ -17,6 +17,8 @@ PUBLIC_SERVICES = (OPENAI_SERVICE, INFERENCE_SERVICE, HEALTH_SERVICE)
 # Safe for any method: in each case no gateway has begun the request; a draining one says so in a header.
 _RETRY_ON = "connect-failure,refused-stream,reset-before-request,retriable-headers"
 _MAX_RETRIES = 2
+# The gateway that has just failed has the fewest requests, so balancing prefers it; drawing again costs nothing.
+_MAX_DRAWS = 32
 
 
 def public_routes() -> route_pb2.RouteConfiguration:
@@ -65,5 +67,5 @@ def _retry_policy() -> route_components_pb2.RetryPolicy:
                 name=ELSEWHERE_METADATA, string_match=string_pb2.StringMatcher(exact="1")
             )
         ],
-        host_selection_retry_max_attempts=3,
+        host_selection_retry_max_attempts=_MAX_DRAWS,
     )
