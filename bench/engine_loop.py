@@ -31,8 +31,9 @@ from services.gateway.text.text_model import load_text_model
 from services.worker.draws import DrawRow
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.sampled import Sampled
+from services.worker.engine_messages import FromFrontToEngine
 from services.worker.ipc import Link
-from services.worker.messages import FromFrontToEngine, Sampling
+from services.worker.messages import Sampling
 from services.worker.model.decoder import Decoder
 from services.worker.model.runner import CpuRunner
 from services.worker.model.step import StepInput

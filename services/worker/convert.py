@@ -8,11 +8,11 @@ from dataclasses import asdict
 import numpy as np
 from kvmesh.v1 import common_pb2, worker_pb2
 
+from services.worker.engine_messages import EngineLoad
 from services.worker.link_messages import HolderLinks, MeasuredLink
 from services.worker.load_board import LoadBoard
 from services.worker.messages import (
     ChoiceOutput,
-    EngineLoad,
     HolderRun,
     KnownOutput,
     MoveRequested,

@@ -15,19 +15,18 @@ from services.common.blocks import BLOCK_TOKENS, BlockId, join_ids
 from services.worker.admission import SchedulerLimits
 from services.worker.block_pool import BlockPool
 from services.worker.draws import DrawRow, Draws
+from services.worker.engine_load import engine_load
+from services.worker.engine_messages import BlockChanges, DrainEngine, EngineLoad, PushTarget
 from services.worker.errors import QueueFull, Refused
 from services.worker.link_rates import LinkRates
 from services.worker.messages import (
     Abort,
     AdmittedRequest,
-    BlockChanges,
     ChoiceOutput,
-    DrainEngine,
-    EngineLoad,
     Message,
     MoveRequested,
+    PositionLogprob,
     PreparedRequest,
-    PushTarget,
     RequestAborted,
     RequestFailed,
     RequestUsage,
@@ -36,11 +35,11 @@ from services.worker.messages import (
     StepOutput,
     Submit,
 )
-from services.worker.mover_messages import PinBlocks, PullCut, PullDone, PushDone, Unpin
+from services.worker.mover_messages import PinBlocks, PullBlocks, PullCut, PullDone, PushDone, Unpin
 from services.worker.rates import Rates
 from services.worker.requests import known_by_choice, request_of, usage_of
 from services.worker.scheduler import Advance, Chunk, Scheduler
-from services.worker.sequence import Request, Status
+from services.worker.sequence import Request
 from services.worker.step_fit import step_work
 from services.worker.transfers import TransferLimits, Transfers
 
@@ -159,23 +158,13 @@ class EngineCore:
             self._offer(advance, now)
             if advance.token is None:
                 continue
-            sequence = advance.sequence
-            logprob = logprobs.get(id(sequence))
-            choices.append(
-                ChoiceOutput(
-                    sequence.request.key,
-                    sequence.choice,
-                    [advance.token],
-                    [] if logprob is None else [logprob],
-                    advance.finish,
-                )
-            )
-            if advance.finish and self.scheduler.finish(sequence):
-                completed.append(usage_of(sequence.request))
+            choices.append(_output_of(advance, advance.token, logprobs.get(id(advance.sequence))))
+            if advance.finish and self.scheduler.finish(advance.sequence):
+                completed.append(usage_of(advance.sequence.request))
         if choices:
             self.to_front.append(StepOutput(choices, completed))
         self.load_changed |= bool(completed)
-        self._observe(chunks, step_s)
+        self.rates.observe_step(step_work(chunks), step_s)
         self.to_mover.extend(self.transfers.pushes.leaving(now))
         self._announce()
 
@@ -188,56 +177,26 @@ class EngineCore:
     def load(self, now: float) -> EngineLoad:
         """The present load; each call counts as progress of the loop."""
         self._progress += 1
-        pool, rates, requests = self.pool.statistics, self.rates, self.scheduler.requests.values()
-        queue = self.scheduler.queue
-        running = sum(any(s.status is Status.RUNNING for s in request.sequences) for request in requests)
-        return EngineLoad(
+        return engine_load(
+            self.scheduler,
+            self.pool,
+            self.transfers,
+            self.rates,
             progress=self._progress,
-            running_requests=running,
-            waiting_requests=len(requests) - running,
-            queued_prefill_tokens=queue.prefill_tokens,
-            queued_prefill_pairs=queue.prefill_pairs,
-            waiting_prefill_tokens=queue.waiting_tokens,
-            decoding_sequences=queue.decoding_sequences,
-            context_tokens=queue.context_tokens,
             step_tokens=self._step_tokens,
-            step_costs=rates.steps.costs,
-            free_blocks=pool.available,
-            cached_blocks=pool.cached,
-            referenced_blocks=pool.referenced,
-            prefill_tokens_per_s=rates.prefill_tokens_per_s,
-            decode_step_s=rates.decode_step_s,
-            preemptions=self.scheduler.preemptions,
-            pushes_dropped=self.transfers.pushes.dropped,
-            pushes_deferred=self.transfers.pushes.deferred,
             holders=self._links.messages(now),
-            pulls_skipped=dict(self.transfers.pulls_skipped),
-            pulls_cut=self.transfers.pulls_cut,
         )
 
     def _submit(self, message: Submit, now: float) -> None:
         try:
-            if self._draining:
-                raise Refused("UNAVAILABLE", "the worker is draining")
-            if message.deadline_s <= 0:
-                raise Refused("DEADLINE_EXCEEDED", "the deadline passed before the request arrived")
-            request = request_of(message, now)
-            hits = self.scheduler.admit(request, self.rates.prefill_tokens_per_s)
+            request, hits = self._admitted(message, now)
         except Refused as refusal:
             self.to_front.append(RequestFailed(message.key, refusal.code, refusal.detail))
             return
         except QueueFull:
             self.to_front.append(StaleRequest(message.key))
             return
-        pull = None
-        if request.pull_plan and self._limits.scheduler.prefix_cache:
-            pull = self.transfers.start_pull(
-                request,
-                hits,
-                now,
-                reserve=self.scheduler.num_running,
-                block_compute_s=BLOCK_TOKENS / self.rates.prefill_tokens_per_s,
-            )
+        pull = self._start_pull(request, hits, now)
         cached = (hits + (len(pull.slots) if pull else 0)) * BLOCK_TOKENS
         self.to_front.append(AdmittedRequest(message.key, min(cached, len(request.prompt))))
         self.load_changed = True
@@ -247,6 +206,26 @@ class EngineCore:
             self.scheduler.enqueue(request)
         else:
             self.to_mover.append(pull)
+
+    def _admitted(self, message: Submit, now: float) -> tuple[Request, int]:
+        """The request, now the scheduler's, and its leading blocks that are here. Raises Refused and QueueFull."""
+        if self._draining:
+            raise Refused("UNAVAILABLE", "the worker is draining")
+        if message.deadline_s <= 0:
+            raise Refused("DEADLINE_EXCEEDED", "the deadline passed before the request arrived")
+        request = request_of(message, now)
+        return request, self.scheduler.admit(request, self.rates.prefill_tokens_per_s)
+
+    def _start_pull(self, request: Request, hits: int, now: float) -> PullBlocks | None:
+        if not request.pull_plan or not self._limits.scheduler.prefix_cache:
+            return None
+        return self.transfers.start_pull(
+            request,
+            hits,
+            now,
+            reserve=self.scheduler.num_running,
+            block_compute_s=BLOCK_TOKENS / self.rates.prefill_tokens_per_s,
+        )
 
     def _resume(self, message: Resume) -> None:
         request = self.scheduler.requests.get(message.key)
@@ -295,9 +274,6 @@ class EngineCore:
             if push is not None:
                 self.to_mover.append(push)
 
-    def _observe(self, chunks: Sequence[Chunk], step_s: float) -> None:
-        self.rates.observe_step(step_work(chunks), step_s)
-
     def _is_coming(self, block: BlockId) -> bool:
         """Whether a prompt has this block, computed or not."""
         return any(block in request.prompt_ids for request in self.scheduler.requests.values())
@@ -315,3 +291,9 @@ class EngineCore:
         if adds or removes:
             self.transfers.pushes.forget(removes)
             self.to_front.append(BlockChanges(join_ids(adds), join_ids(removes)))
+
+
+def _output_of(advance: Advance, token: int, logprob: PositionLogprob | None) -> ChoiceOutput:
+    sequence = advance.sequence
+    logprobs = [] if logprob is None else [logprob]
+    return ChoiceOutput(sequence.request.key, sequence.choice, [token], logprobs, advance.finish)

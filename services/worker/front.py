@@ -15,21 +15,17 @@ import structlog
 from services.common.announcer import Announcer, Tier
 from services.common.blocks import split_ids
 from services.worker.children import Part, kill
+from services.worker.engine_messages import BlockChanges, DrainEngine, EngineFailed, EngineLoad, PushTarget
 from services.worker.errors import ChildDied, Refused
 from services.worker.load_board import LoadBoard
 from services.worker.messages import (
     Abort,
     AdmittedRequest,
-    BlockChanges,
     ChoiceOutput,
-    DrainEngine,
-    EngineFailed,
-    EngineLoad,
     KnownOutput,
     Message,
     MoveRequested,
     PreparedRequest,
-    PushTarget,
     RequestAborted,
     RequestFailed,
     Resume,

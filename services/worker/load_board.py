@@ -12,7 +12,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 
-from services.worker.messages import EngineLoad
+from services.worker.engine_messages import EngineLoad
 
 # Names of attempts kept for a watcher that does not read; a router resynchronises from the counts then.
 _MAX_NAMES = 4096

@@ -1,6 +1,6 @@
 """What the mover says and is told: pulls and pushes of blocks, pins for remote pullers, failing nodes, counters.
 
-Ids are concatenated, 16 bytes each. Where to push is told by the front (`messages.PushTarget`). A slot that the mover
+Ids are concatenated, 16 bytes each. Where to push is told by the front (`PushTarget`). A slot that the mover
 reads or writes stays pinned by the engine until the message that ends the operation.
 """
 

@@ -7,11 +7,9 @@ urgent request for its turn. A held attempt has just come and is not asked to le
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Literal
 
+from services.worker.messages import MoveReason
 from services.worker.sequence import Request, Sequence
-
-MoveReason = Literal["draining", "short_of_blocks", "priority"]
 
 
 class MoveWishes:

@@ -9,8 +9,9 @@ from opentelemetry import metrics, propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from services.worker.engine_messages import EngineLoad
 from services.worker.load_board import LoadBoard
-from services.worker.messages import EngineLoad, RequestAborted, RequestUsage
+from services.worker.messages import MoveReason, RequestAborted, RequestUsage
 from services.worker.mover_messages import MoverCounters
 
 _meter = metrics.get_meter("kvmesh.worker")
@@ -89,8 +90,8 @@ class WorkerMetrics:
         """A request has ended in another way: "stale", "cancelled" or a status name in lower case."""
         self._requests.add(1, {"outcome": outcome})
 
-    def move_wanted(self, reason: str) -> None:
-        """A reader is asked to move its attempt: "draining", "short_of_blocks" or "priority"."""
+    def move_wanted(self, reason: MoveReason) -> None:
+        """A reader is asked to move its attempt."""
         self._moves_wanted.add(1, {"reason": reason})
 
     def _skipped(self) -> list[Observation]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from services.common.registry import LocationRecord
 from services.common.rendezvous import draw, ramp_weight, ranking
-from services.worker.messages import PushTarget
+from services.worker.engine_messages import PushTarget
 
 NO_TARGET = PushTarget("", 0, "", "")
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0

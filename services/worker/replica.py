@@ -22,8 +22,8 @@ from services.common.tokenizer_digest import tokenizer_digest
 from services.worker.children import Child, Part, SharedParts, secret_environment, start_child
 from services.worker.config import WorkerSettings
 from services.worker.engine.config import EngineConfig
+from services.worker.engine_messages import Configure, EngineFailed, EngineReady, FromEngineToFront, LoadProgress
 from services.worker.errors import StartFailed
-from services.worker.messages import Configure, EngineFailed, EngineReady, FromEngineToFront, LoadProgress
 from services.worker.mover_messages import FromMoverToFront, MoverReady
 
 _MOVER_TIMEOUT_S = 30.0

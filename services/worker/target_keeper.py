@@ -15,7 +15,7 @@ from opentelemetry import metrics
 
 from services.common.registry import LocationRecord, RegistryChange, RegistryWatcher
 from services.common.rpc import open_channel
-from services.worker.messages import PushTarget
+from services.worker.engine_messages import PushTarget
 from services.worker.mover_messages import NodeFailing
 from services.worker.push_target import PushTargets
 

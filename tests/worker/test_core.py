@@ -19,16 +19,15 @@ from services.common.blocks import BLOCK_TOKENS, BlockId, chain_block_ids, split
 from services.worker.admission import SchedulerLimits
 from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.batch import StepBuilder
+from services.worker.engine_messages import BlockChanges, PushTarget
 from services.worker.link_rates import LinkRates
 from services.worker.messages import (
     Abort,
     AdmittedRequest,
-    BlockChanges,
     HolderRun,
     KnownOutput,
     MoveRequested,
     PreparedRequest,
-    PushTarget,
     RequestAborted,
     RequestFailed,
     Resume,

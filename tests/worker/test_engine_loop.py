@@ -16,19 +16,21 @@ import torch
 from services.worker.engine.benchmark import measure
 from services.worker.engine.loop import MAX_FAILED_STEPS, EngineLoop
 from services.worker.engine.sampled import Sampled
-from services.worker.ipc import Link, wait_links
-from services.worker.messages import (
-    Abort,
-    AdmittedRequest,
+from services.worker.engine_messages import (
     BlockChanges,
-    ChoiceOutput,
     DrainEngine,
     EngineLoad,
     FromEngineToFront,
     FromFrontToEngine,
+    PushTarget,
+)
+from services.worker.ipc import Link, wait_links
+from services.worker.messages import (
+    Abort,
+    AdmittedRequest,
+    ChoiceOutput,
     HolderRun,
     Message,
-    PushTarget,
     RequestFailed,
     RequestUsage,
     Sampling,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import socket
 
+from services.worker.engine_messages import DrainEngine, FromFrontToEngine
 from services.worker.ipc import Link, wait_links
-from services.worker.messages import DrainEngine, FromFrontToEngine, Message
+from services.worker.messages import Message
 
 
 def _with_descriptor_above(least: int, sock: socket.socket) -> socket.socket:

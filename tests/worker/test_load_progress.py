@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from services.cli.load_progress import progress_of
 from services.worker.engine.load_progress import ProgressTeller, memory_figures
+from services.worker.engine_messages import LoadProgress
 from services.worker.load_log import LoadLog
-from services.worker.messages import LoadProgress
 from services.worker.model.memory import MemoryMap
 
 

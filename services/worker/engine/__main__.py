@@ -26,9 +26,10 @@ from services.worker.engine.load_progress import memory_figures
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.open import OpenReplica, open_replica
 from services.worker.engine.sampled import Sampled
+from services.worker.engine_messages import Configure, EngineFailed, EngineReady, FromFrontToEngine
 from services.worker.ipc import Link, wait_links
 from services.worker.link_rates import LinkRates
-from services.worker.messages import Configure, EngineFailed, EngineReady, FromFrontToEngine, Message
+from services.worker.messages import Message
 from services.worker.model.errors import ModelError
 from services.worker.mover_messages import FromMoverToEngine
 from services.worker.rates import Rates

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from services.worker.messages import LoadProgress, MemoryFigures
+from services.worker.engine_messages import LoadProgress, MemoryFigures
 from services.worker.model.memory import MemoryMap
 
 _TELL_EVERY_S = 0.2

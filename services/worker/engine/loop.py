@@ -19,8 +19,9 @@ from services.worker.block_transfers import BlockTransfers, SharedTransfers
 from services.worker.core import EngineCore
 from services.worker.draws import DrawRow, Draws
 from services.worker.engine.batch import StepBuilder
+from services.worker.engine_messages import EngineLoad
 from services.worker.ipc import Link, wait_links
-from services.worker.messages import Abort, EngineLoad, Message, Resume, Submit
+from services.worker.messages import Abort, Message, Resume, Submit
 from services.worker.model.step import StepInput
 from services.worker.scheduler import Chunk
 

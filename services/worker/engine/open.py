@@ -20,7 +20,7 @@ from services.worker.block_transfers import BlockTransfers, SharedTransfers
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.gpu import cuda_device
 from services.worker.engine.load_progress import ProgressTeller
-from services.worker.messages import LoadProgress
+from services.worker.engine_messages import LoadProgress
 from services.worker.model.device.block_copier import PoolCopier
 from services.worker.model.device.timeline import CpuTimeline
 from services.worker.model.kv_pool import KvPool

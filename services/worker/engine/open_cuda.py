@@ -17,7 +17,7 @@ from kernels.batch import BLOCK_TOKENS, PagedBatch
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.load_progress import ProgressTeller
 from services.worker.engine.open import DEFAULT_STAGING_BYTES, OpenReplica, map_staging
-from services.worker.messages import LoadProgress
+from services.worker.engine_messages import LoadProgress
 from services.worker.model.config import ModelConfig
 from services.worker.model.device.block_copier import PoolCopier
 from services.worker.model.device.device_memory import DeviceMemory, pin_memory

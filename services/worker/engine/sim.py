@@ -28,17 +28,17 @@ from services.worker.engine.loop import EngineLoop
 from services.worker.engine.sim_model import SimModel, read_sim_model
 from services.worker.engine.sim_runner import SimRunner
 from services.worker.engine.sim_settings import time_model
-from services.worker.errors import ChildDied, StartFailed
-from services.worker.ipc import AsyncLink, Link
-from services.worker.link_rates import LinkRates
-from services.worker.messages import (
+from services.worker.engine_messages import (
     EngineFailed,
     EngineReady,
     FromEngineToFront,
     FromFrontToEngine,
     MemoryFigures,
-    Message,
 )
+from services.worker.errors import ChildDied, StartFailed
+from services.worker.ipc import AsyncLink, Link
+from services.worker.link_rates import LinkRates
+from services.worker.messages import Message
 from services.worker.model.layout import KvLayout
 from services.worker.mover_messages import FromMoverToEngine, MoverCounters, PullBlocks, PullDone
 from services.worker.rates import Rates

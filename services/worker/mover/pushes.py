@@ -22,7 +22,7 @@ from services.common.transfer.errors import TransferError
 from services.common.transfer.header import BlockFormat, make_header
 from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import MAX_PUSH_BLOCKS, PeerAddress, PushRequest, Transport
-from services.worker.messages import PushTarget
+from services.worker.engine_messages import PushTarget
 from services.worker.mover.counters import Counters
 from services.worker.mover.node_health import NodeHealth
 from services.worker.mover.pool import INLINE_BYTES, SharedPool

@@ -14,8 +14,8 @@ import structlog
 from services.common.rpc import MeshServer
 from services.common.security import MeshSecret
 from services.common.transfer.endpoint import TransferEndpoint
+from services.worker.engine_messages import PushTarget
 from services.worker.ipc import AsyncLink
-from services.worker.messages import PushTarget
 from services.worker.mover.config import MoverConfig, MoverSettings
 from services.worker.mover.counters import Counters
 from services.worker.mover.node_health import NodeHealth

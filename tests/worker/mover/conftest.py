@@ -19,8 +19,9 @@ from services.common.blocks import BlockId, join_ids, split_ids
 from services.common.transfer.header import BlockFormat
 from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import PeerAddress
+from services.worker.engine_messages import PushTarget
 from services.worker.ipc import AsyncLink
-from services.worker.messages import HolderRun, PushTarget
+from services.worker.messages import HolderRun
 from services.worker.mover_messages import (
     FromMoverToEngine,
     FromMoverToFront,

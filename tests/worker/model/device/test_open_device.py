@@ -17,7 +17,7 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.gpu import DeviceUnavailable, cuda_device
 from services.worker.engine.open import open_replica
 from services.worker.engine.open_cuda import open_device
-from services.worker.messages import LoadProgress
+from services.worker.engine_messages import LoadProgress
 from services.worker.staging import StagedTransfers
 
 CPU = torch.device("cpu")
