@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.mesh import Mesh
 from tests.support.netns import Island, impossible, island
@@ -18,6 +19,10 @@ from tests.support.valkey import Valkey
 # Triton decides when it is imported whether kernels are interpreted on CPU tensors or compiled: in tests interpreted,
 # unless somebody with a GPU says TRITON_INTERPRET=0. A test that compiles starts a process of its own.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# How long an example takes says more of what else the machine does than of what is tested.
+settings.register_profile("kvmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvmesh")
 
 
 @pytest.fixture(scope="session")

@@ -106,8 +106,11 @@ async def test_a_run_whose_gateway_has_died_before_any_worker_had_it(
     monkeypatch.setattr(idempotency_records, "LEASE_S", 0.1)
     first = await records.claim("t", "body", life_s=60)
     await asyncio.sleep(0.15)
+    monkeypatch.setattr(idempotency_records, "LEASE_S", 60.0)
     assert await records.note("t", first.run, {}, life_s=60), "a lease may lapse while nobody else wants the run"
     assert not (await records.claim("t", "body", life_s=60)).is_ours
+    monkeypatch.setattr(idempotency_records, "LEASE_S", 0.1)
+    assert await records.note("t", first.run, {}, life_s=60)
     await asyncio.sleep(0.15)
     assert (await records.claim("t", "body", life_s=60)).is_ours
 
@@ -126,10 +129,9 @@ async def test_nobody_waits_long_for_redis(records: IdempotencyRecords, valkey: 
     valkey.pause()
     with pytest.raises(RecordsLost):
         await records.claim("t", "body", life_s=5)
-    started_s = time.monotonic()
+    # For a while after a loss no call waits at all: it ends before anything is awaited.
     with pytest.raises(RecordsLost):
-        await records.claim("t", "body", life_s=5)
-    assert time.monotonic() - started_s < 0.2, "no call waits for a while after a loss"
+        records.claim("t", "body", life_s=5).send(None)
     valkey.resume()
 
     async def answers() -> bool:
