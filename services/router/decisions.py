@@ -12,7 +12,7 @@ import structlog
 from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
 from services.router.domain import Ask, AttemptId, Placement, Prediction, RefusalReason, Refused, WorkerId
-from services.router.explanations import Explanations
+from services.router.explanations import Candidates, Explanations
 from services.router.gateway_queues import GatewayQueues, ModelQueue
 from services.router.holders import Holders
 from services.router.index.replica import Replica
@@ -29,7 +29,6 @@ from services.router.workers import WorkerTable
 
 # Open attempts of one gateway; beyond it the oldest is forgotten and counted.
 MAX_OPEN_ATTEMPTS = 65_536
-_EXPLAINED_CANDIDATES = 8
 _log = structlog.get_logger()
 
 
@@ -125,20 +124,7 @@ class Decisions:
         self._placer.learn(entry.worker_id, entry.prediction, now_s, ttft_s=ttft_s, tpot_s=tpot_s)
         self._metrics.closed(entry.policy, outcome, entry.prediction, ttft_s, tpot_s)
         if _explains():
-            _log.debug(
-                "attempt closed",
-                request_id=attempt.request_id,
-                attempt=attempt.attempt,
-                worker_id=entry.worker_id,
-                outcome=outcome,
-                predicted_ttft_s=round(entry.prediction.ttft_s, 6),
-                uncorrected_ttft_s=round(entry.prediction.uncorrected_ttft_s, 6),
-                actual_ttft_s=round(ttft_s, 6),
-                predicted_tpot_s=round(entry.prediction.tpot_s, 6),
-                actual_tpot_s=round(tpot_s, 6),
-                features=[round(part, 6) for part in entry.prediction.features],
-                queue_s=round(entry.prediction.queue_s, 6),
-            )
+            _tell_closed(attempt, entry, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
 
     def queues_told(self, gateway: str, queues: tuple[ModelQueue, ...], now_s: float) -> None:
         """One of this router's gateways says what waits in it."""
@@ -193,7 +179,7 @@ class Decisions:
                 predicted_ttft_s=round(answer.predicted_ttft_s, 6),
                 local_blocks=answer.local_blocks,
                 pulls=[(run.kind, run.location_id, run.first_block, run.num_blocks) for run in answer.pull_plan],
-                candidates=answer.explanation.best(self.table.by_row, _EXPLAINED_CANDIDATES),
+                candidates=_told(Candidates.of(answer.explanation, self.table.by_row)),
                 **fields,
             )
 
@@ -201,3 +187,29 @@ class Decisions:
 def _explains() -> bool:
     """Whether debug lines go anywhere; building them costs more than the decision."""
     return logging.getLogger(__name__).isEnabledFor(logging.DEBUG)
+
+
+def _tell_closed(attempt: AttemptId, entry: OpenAttempt, outcome: str, *, ttft_s: float, tpot_s: float) -> None:
+    expected = entry.prediction
+    _log.debug(
+        "attempt closed",
+        request_id=attempt.request_id,
+        attempt=attempt.attempt,
+        worker_id=entry.worker_id,
+        outcome=outcome,
+        predicted_ttft_s=round(expected.ttft_s, 6),
+        uncorrected_ttft_s=round(expected.uncorrected_ttft_s, 6),
+        actual_ttft_s=round(ttft_s, 6),
+        predicted_tpot_s=round(expected.tpot_s, 6),
+        actual_tpot_s=round(tpot_s, 6),
+        features=[round(part, 6) for part in expected.features],
+        queue_s=round(expected.queue_s, 6),
+    )
+
+
+def _told(candidates: Candidates) -> list[dict[str, object]]:
+    """For a log line."""
+    return [
+        {"worker_id": worker, "score": round(score, 6), **{name: round(value, 6) for name, value in terms.items()}}
+        for worker, score, terms in candidates.rows()
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -208,19 +208,6 @@ class Explanation:
     def terms(self) -> dict[str, npt.NDArray[np.float64]]:
         """Of all candidates."""
         return self.terms_of(slice(None))
-
-    def best(self, names: Mapping[int, WorkerId], most: int) -> list[dict[str, object]]:
-        """The `most` best candidates for a log line; names: worker ids by row."""
-        order = np.argsort(self.scores, kind="stable")[:most]
-        terms = self.terms_of(order)
-        return [
-            {
-                "worker_id": names.get(int(self.candidates[at]), ""),
-                "score": round(float(self.scores[at]), 6),
-                **{name: round(float(values[place]), 6) for name, values in terms.items()},
-            }
-            for place, at in enumerate(order.tolist())
-        ]
 
 
 @dataclass(frozen=True, slots=True)

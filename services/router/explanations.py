@@ -30,6 +30,22 @@ class Candidates:
     terms: tuple[str, ...]
     values: npt.NDArray[np.float32]
 
+    @classmethod
+    def of(cls, explanation: Explanation, names: Mapping[int, WorkerId]) -> Candidates:
+        """The chosen one first, though others may have the same score. names: worker ids by row."""
+        scores = explanation.scores
+        kept = min(KEPT_CANDIDATES, len(scores))
+        order = np.argpartition(scores, kept - 1)[:kept] if kept < len(scores) else np.arange(len(scores))
+        order = order[np.argsort(scores[order], kind="stable")]
+        order = np.array([explanation.chosen, *(at for at in order.tolist() if at != explanation.chosen)][:kept])
+        terms = explanation.terms_of(order)
+        return cls(
+            total=len(scores),
+            workers=tuple(names.get(row, "") for row in explanation.candidates[order].tolist()),
+            terms=tuple(terms),
+            values=np.array([scores[order], *terms.values()], np.float32).T,
+        )
+
     def rows(self) -> Iterator[tuple[str, float, dict[str, float]]]:
         """Worker, score and terms of each."""
         for worker, (score, *terms) in zip(self.workers, self.values.tolist(), strict=True):
@@ -127,21 +143,5 @@ def _decision(ask: Ask, answer: Placement | Refused, names: Mapping[int, WorkerI
         handoff_worker_id=answer.handoff.worker_id if answer.handoff else "",
         predicted_ttft_s=answer.predicted_ttft_s,
         predicted_tpot_s=(answer.handoff or answer).predicted_tpot_s,
-        candidates=_best(answer.explanation, names),
-    )
-
-
-def _best(explanation: Explanation, names: Mapping[int, WorkerId]) -> Candidates:
-    """The chosen one first, though others may have the same score."""
-    scores = explanation.scores
-    kept = min(KEPT_CANDIDATES, len(scores))
-    order = np.argpartition(scores, kept - 1)[:kept] if kept < len(scores) else np.arange(len(scores))
-    order = order[np.argsort(scores[order], kind="stable")]
-    order = np.array([explanation.chosen, *(at for at in order.tolist() if at != explanation.chosen)][:kept])
-    terms = explanation.terms_of(order)
-    return Candidates(
-        total=len(scores),
-        workers=tuple(names.get(row, "") for row in explanation.candidates[order].tolist()),
-        terms=tuple(terms),
-        values=np.array([scores[order], *terms.values()], np.float32).T,
+        candidates=Candidates.of(answer.explanation, names),
     )

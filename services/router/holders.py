@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.blocks import BlockId
+from services.common.keys import location_key
 from services.common.registry import LocationRecord
-from services.router.domain import PullRun, WorkerId
+from services.router.domain import PullRun
 from services.router.index.replica import Replica
 from services.router.policies.view import IntArray, Sources, no_sources
 from services.router.worker_rows import Selection
@@ -89,11 +90,11 @@ class Holders:
             hosts = set(self._table.rows["host"][candidates.at].tolist())
             far = {name: self._kvstore_hosts[name] not in hosts for name in names}
             names = sorted(names, key=lambda name: (-holding.by_kvstore[name], far[name]))[:MAX_KVSTORES]
-        return [
-            Source(self._kvstores[name], -1, length, self._memory_end(f"kvstore/{name}", holding.ids[:length]))
-            for name in names
-            for length in (holding.by_kvstore[name],)
-        ]
+        return [self._kvstore_source(name, holding.ids[: holding.by_kvstore[name]]) for name in names]
+
+    def _kvstore_source(self, name: str, held: list[BlockId]) -> Source:
+        memory_end = self._memory_end(location_key("kvstore", name), held)
+        return Source(self._kvstores[name], -1, len(held), memory_end)
 
     def _worker_sources(self, holding: Holding, least: int, givers: IntArray, turn: int) -> list[Source]:
         lengths = self.lengths(holding, givers)
@@ -145,13 +146,13 @@ class Holders:
             return
         self._version = self._replica.version
         for worker_id, worker in self._table.workers.items():
-            self._table.rows["slot"][worker.row] = self._slot(f"worker/{WorkerId(worker_id)}", worker.record.epoch)
-        slots = {name: self._slot(f"kvstore/{name}", record.epoch) for name, record in self._kvstores.items()}
+            self._table.rows["slot"][worker.row] = self._slot("worker", worker_id, worker.record.epoch)
+        slots = {name: self._slot("kvstore", name, record.epoch) for name, record in self._kvstores.items()}
         self._kvstore_slots = {name: slot for name, slot in slots.items() if slot >= 0}
         self._kvstore_hosts = {name: host_number(self._kvstores[name].host) for name in self._kvstore_slots}
 
-    def _slot(self, location_name: str, epoch: int) -> int:
-        location = self._replica.locations.get(location_name)
+    def _slot(self, kind: str, name: str, epoch: int) -> int:
+        location = self._replica.locations.get(location_key(kind, name))
         return location.slot if location is not None and location.epoch == epoch else -1
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.domain import Placement, RefusalReason, Refused, WorkerId
+from services.router.explanations import Candidates
 from services.router.policies import POLICIES
 from services.router.policies.view import rendezvous
 from tests.router.scenes import IDENTITY, IDLE, NOW_S, Scene, chain, links
@@ -270,8 +271,8 @@ def test_the_explanation_adds_up() -> None:
     scene.worker("a", replace(IDLE, queued_prefill_tokens=100, decoding_sequences=2, running_requests=2))
     scene.worker("b", replace(IDLE, queued_prefill_tokens=500))
     grant = scene.grant(scene.ask(chain(4)))
-    best, *_ = grant.explanation.best(scene.table.by_row, 2)
-    assert best["worker_id"] == grant.worker_id
+    best, *_ = Candidates.of(grant.explanation, scene.table.by_row).workers
+    assert best == grant.worker_id
     terms = grant.explanation.terms
     totals = terms["queue_s"] + terms["pull_s"] + terms["prefill_s"] + terms["interference_s"]
     assert totals[grant.explanation.chosen] == pytest.approx(grant.predicted_ttft_s)

@@ -26,7 +26,8 @@ MAX_SEGMENTS = 128
 MAX_SEGMENT_BLOCKS = 512
 MAX_BLOCKS = 65_536
 
-IntArray = npt.NDArray[np.int32]
+# Leading blocks held, by slot.
+Depths = npt.NDArray[np.int32]
 # Of a block map: number by id, apart by the id's first byte.
 Parts = list[dict[BlockId, int]]
 
@@ -37,7 +38,7 @@ class Segment:
 
     ids: list[BlockId]
     numbers: list[int]
-    depths: IntArray
+    depths: Depths
     # The same memory: single numbers are read and written in half the time.
     cells: memoryview[int] = field(init=False)
 
@@ -69,7 +70,7 @@ class Passed:
     """The part of a prompt that segments answer: of `num_blocks` leading ones, how many each slot holds."""
 
     num_blocks: int
-    depths: IntArray
+    depths: Depths
 
     def alive(self) -> int:
         """Slots that hold all of it, as a mask."""
