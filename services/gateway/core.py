@@ -74,12 +74,7 @@ class Core:
         """
         with _tracer.start_as_current_span("admit"):
             tenant = self._admit(api, metadata)
-        try:
-            request_id = self._claim_id(wanted_id, metadata)
-        except RequestIdInUse as error:
-            self.admission.leave(tenant.name)
-            self._note_refusal(api, error)
-            raise
+        request_id = self._claim_id_or_leave(api, tenant, wanted_id, metadata)
         span = _request_span(api, request_id)
         # Each RPC runs in a task of its own, so what is attached here ends with the call.
         otel_context.attach(trace.set_span_in_context(span))
@@ -137,6 +132,15 @@ class Core:
         if time_remaining_s is None or not math.isfinite(time_remaining_s) or time_remaining_s > _MAX_DEADLINE_S:
             return self.default_deadline_s
         return time_remaining_s
+
+    def _claim_id_or_leave(self, api: str, tenant: Tenant, wanted_id: str, metadata: Mapping[str, str]) -> str:
+        """Raises RequestIdInUse, the place among those in flight given back."""
+        try:
+            return self._claim_id(wanted_id, metadata)
+        except RequestIdInUse as error:
+            self.admission.leave(tenant.name)
+            self._note_refusal(api, error)
+            raise
 
     def _claim_id(self, wanted_id: str, metadata: Mapping[str, str]) -> str:
         """The caller's id where it is usable and not in flight already, else one like it or a fresh one.

@@ -38,7 +38,7 @@ class Interruption:
     def over(self, metrics: GatewayMetrics, *, worker_id: str, attempt: int, now_s: float) -> None:
         """The first token of another worker has come."""
         pause_s = now_s - self.last_token_at_s
-        record = metrics.record_move_gap if self.is_move else metrics.record_rescue_pause
+        record = metrics.moves.record_move_gap if self.is_move else metrics.moves.record_rescue_pause
         record(pause_s)
         self.span.set_attributes({"kvmesh.worker_id": worker_id, "kvmesh.attempt": attempt})
         self.span.end()

@@ -8,10 +8,11 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from services.common.fair_queue import RequestClass
+from services.gateway.move_metrics import MoveMetrics
 
 
 class GatewayMetrics:
-    """The instruments."""
+    """The instruments. moves: those of work that goes on elsewhere."""
 
     def __init__(self, inflight: Callable[[], int], waiting: Callable[[], int]) -> None:
         meter = self._meter = metrics.get_meter("kvmesh.gateway")
@@ -21,36 +22,13 @@ class GatewayMetrics:
         meter.create_observable_gauge(
             "kvmesh_gateway_waiting_requests", [_observer(waiting)], description="Those that no worker has room for."
         )
+        self.moves = MoveMetrics(meter)
         self._requests = meter.create_counter(
             "kvmesh_gateway_requests", description="Client requests that ended, refused ones included, by outcome."
         )
         self._retries = meter.create_counter(
             "kvmesh_gateway_retries",
             description="Attempts given up, and asks repeated as no worker was there, by reason.",
-        )
-        self._rescues = meter.create_counter(
-            "kvmesh_gateway_rescues",
-            description="Attempts lost after their first token that go on elsewhere, by reason.",
-        )
-        self._rescue_pause = meter.create_histogram(
-            "kvmesh_gateway_rescue_pause_seconds",
-            unit="s",
-            description="From the last token of a lost attempt to the first of the next.",
-        )
-        self._moves = meter.create_counter(
-            "kvmesh_gateway_moves", description="Moves of running attempts to other workers, by outcome."
-        )
-        self._move_gap = meter.create_histogram(
-            "kvmesh_gateway_move_gap_seconds",
-            unit="s",
-            description="From the last token before a move to the first after.",
-        )
-        self._handoffs = meter.create_counter(
-            "kvmesh_gateway_handoffs",
-            description="Prompts computed by one worker for another, by outcome and whether there was output by then.",
-        )
-        self._handoff_seconds = meter.create_histogram(
-            "kvmesh_gateway_handoff_seconds", unit="s", description="From the start of both parts to the switch."
         )
         self._refusals = meter.create_counter(
             "kvmesh_gateway_refusals",
@@ -97,30 +75,6 @@ class GatewayMetrics:
     def count_retry(self, reason: str) -> None:
         """An attempt was given up and another is asked for, or the request fails."""
         self._retries.add(1, {"reason": reason})
-
-    def count_rescue(self, reason: str) -> None:
-        """An attempt was lost after its first token, and goes on elsewhere."""
-        self._rescues.add(1, {"reason": reason})
-
-    def count_move(self, outcome: str) -> None:
-        """A worker would rather not go on with an attempt, and the gateway has tried to move it."""
-        self._moves.add(1, {"outcome": outcome})
-
-    def record_move_gap(self, seconds: float) -> None:
-        """The gap of a move, as its client sees it."""
-        self._move_gap.record(seconds)
-
-    def count_handoff(self, outcome: str, phase: str) -> None:
-        """A handoff has started, or has ended one way or another; phase: "prefill" before any output, else "decode"."""
-        self._handoffs.add(1, {"outcome": outcome, "phase": phase})
-
-    def record_handoff(self, seconds: float) -> None:
-        """A handoff is complete."""
-        self._handoff_seconds.record(seconds)
-
-    def record_rescue_pause(self, seconds: float) -> None:
-        """The pause of a rescue, as its client sees it."""
-        self._rescue_pause.record(seconds)
 
     def count_refusal(self, reason: str, request_class: RequestClass) -> None:
         """The fair line has refused a request."""

@@ -23,7 +23,7 @@ _LAST_PAUSE_S = 2.0
 
 
 class Stage(Enum):
-    """STAYING: nobody wants a move. WAITING: for the time to ask. PREPARING: the target computes."""
+    """STAYING: nobody wants a move. WAITING: for the time to ask. ASKING: for a target. PREPARING: it computes."""
 
     STAYING = auto()
     WAITING = auto()

@@ -101,7 +101,7 @@ class Mover:
         self._target = None
         if self._handed_off_at_s:
             if is_move:
-                self.placing.placement.metrics.record_handoff(time.monotonic() - self._handed_off_at_s)
+                self.placing.placement.metrics.moves.record_handoff(time.monotonic() - self._handed_off_at_s)
             self._count_handoff("completed" if is_move else "source_failed")
             self._handed_off_at_s = 0.0
         else:
@@ -129,6 +129,7 @@ class Mover:
                 # None but those: they may have recovered.
                 del self._avoided[1:]
             self._count("refused")
+            _log.info("move_refused", source_id=self._avoided[0], error=type(error).__name__)
             self._move.failed(time.monotonic())
         except AttemptEnded as end:
             self._fail(end.code.name.lower())
@@ -185,7 +186,7 @@ class Mover:
 
     def _count_handoff(self, outcome: str) -> None:
         phase = "decode" if self.placing.output.num_tokens else "prefill"
-        self.placing.placement.metrics.count_handoff(outcome, phase)
+        self.placing.placement.metrics.moves.count_handoff(outcome, phase)
 
     def _count(self, outcome: str) -> None:
-        self.placing.placement.metrics.count_move(outcome)
+        self.placing.placement.metrics.moves.count_move(outcome)

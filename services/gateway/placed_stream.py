@@ -262,7 +262,7 @@ class PlacedStream:
         if not known_tokens:
             return
         if not is_move:
-            self.placement.metrics.count_rescue(reason)
+            self.placement.metrics.moves.count_rescue(reason)
         if self._interruption is None:
             self._interruption = Interruption.begin(
                 reason, attempt.worker_id, self._last_token_at_s, known_tokens, is_move=is_move
