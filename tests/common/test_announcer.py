@@ -20,7 +20,7 @@ from tests.support.waiting import eventually_async
 IDS = [BlockId(bytes([number]) * 16) for number in range(20)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(

@@ -43,7 +43,7 @@ def test_cached_tokens_are_cheap_and_output_is_dear() -> None:
     assert TokenPrices().cost(prompt_tokens=100, output_tokens=10, cached_tokens=60) == 40 + 6 + 20
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     weights=st.lists(st.floats(0.25, 8), min_size=2, max_size=4),
     costs=st.lists(st.integers(1, 500), min_size=1, max_size=7),
@@ -67,7 +67,7 @@ def test_under_backlog_shares_are_as_the_weights(weights: list[float], costs: li
     assert max(per_weight) - min(per_weight) <= 2 * dearest / min(weights) + 1e-6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(("push", "pop", "put_back", "remove")), st.sampled_from(TENANTS),
@@ -104,7 +104,7 @@ def test_nobody_is_lost_and_whoever_waits_is_served(
     assert len(rest) == len(waiting)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(flood=st.integers(1, 200), quiet_cost=st.floats(1, 300), noisy_cost=st.floats(1, 300))
 def test_a_tenant_that_comes_to_a_flood_is_served_within_two_turns(
     flood: int, quiet_cost: float, noisy_cost: float
@@ -152,7 +152,7 @@ def test_a_less_urgent_class_has_every_nth_turn() -> None:
     assert all(one.asks_as is INTERACTIVE for one in turns)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(every_s=st.floats(0.1, 3.0))
 def test_a_class_that_waits_has_a_turn_within_the_time_bound(every_s: float) -> None:
     queue = queue_of(bound=StarvationBound(starve_s=5, starve_grants=10**9))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.rendezvous import FIRST_WEIGHT, draw, ramp_weight, ranking
@@ -20,7 +20,6 @@ def best(key: bytes, weights: dict[str, float]) -> str:
     return ranking(key, weights)[0]
 
 
-@settings(deadline=None)
 @given(_keys, _clusters, st.randoms())
 def test_everybody_ranks_alike(key: bytes, weights: dict[str, float], random: object) -> None:
     shuffled = list(weights.items())
@@ -29,14 +28,12 @@ def test_everybody_ranks_alike(key: bytes, weights: dict[str, float], random: ob
     assert sorted(ranking(key, weights)) == sorted(weights)
 
 
-@settings(deadline=None)
 @given(_keys, _clusters, st.integers(-8, 8))
 def test_only_ratios_of_weights_matter(key: bytes, weights: dict[str, float], power: int) -> None:
     scaled = {name: weight * 2.0**power for name, weight in weights.items()}
     assert ranking(key, scaled) == ranking(key, weights)
 
 
-@settings(deadline=None)
 @given(_keys, _clusters)
 def test_who_leaves_moves_only_its_own_keys(key: bytes, weights: dict[str, float]) -> None:
     before = ranking(key, weights)
@@ -46,7 +43,6 @@ def test_who_leaves_moves_only_its_own_keys(key: bytes, weights: dict[str, float
             assert ranking(key, left) == [other for other in before if other != name]
 
 
-@settings(deadline=None)
 @given(_keys, _clusters, st.data())
 def test_a_growing_weight_draws_keys_to_itself_alone(
     key: bytes, weights: dict[str, float], data: st.DataObject
@@ -65,14 +61,12 @@ def test_shares_follow_the_weights() -> None:
         assert counts[name] / 20_000 == pytest.approx(weight / 1.75, abs=0.015)
 
 
-@settings(deadline=None)
 @given(_names, _keys)
 def test_draws_are_inside_the_open_interval(names: list[str], key: bytes) -> None:
     assert all(0.0 < draw(key, name) < 1.0 for name in names)
     assert len({draw(key, name) for name in names}) == len(names)
 
 
-@settings(deadline=None)
 @given(st.floats(-1e3, 1e6), st.floats(0, 1e4), st.floats(0, 1e4))
 def test_the_ramp_rises_from_little_to_all(age_s: float, later_s: float, ramp_s: float) -> None:
     now, later = ramp_weight(age_s, ramp_s), ramp_weight(age_s + later_s, ramp_s)

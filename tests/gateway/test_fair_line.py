@@ -241,7 +241,7 @@ async def test_tenants_are_charged_what_was_computed() -> None:
     assert costs == {"cold": 120, "warm": 30, "gone": 0}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30), st.sampled_from(RequestClass)), max_size=60))
 def test_whatever_happens_every_place_is_given_back(steps: list[tuple[int, int, RequestClass]]) -> None:
     """And when nobody is refused any more, everybody who waits gets to ask."""

@@ -101,7 +101,7 @@ def ids_of(part: str) -> Sequence[int]:
     return [TOKENS.index(part)] if part in PIECES else [3 + byte for byte in part.encode()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(alphabet="abc <>é", max_size=14))
 def test_sentencepiece_by_its_own_rule(sentencepiece: Tokenizer, text: str) -> None:
     assert sentencepiece.encode(text, add_special_tokens=False).ids == joined_by_score(text)

@@ -129,7 +129,7 @@ class Reader:
 ACTIONS = ("draw", "read", "want", "tick", "grant", "prepare", "refuse", "lose_target", "lose_source", "cut")
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     num_choices=st.integers(1, 3),
     is_planned=st.booleans(),

@@ -22,7 +22,7 @@ def finish(choice: int) -> WorkerGenerateResponse:
     return WorkerGenerateResponse(finish=WorkerChoiceFinish(choice=choice, reason=FINISH_REASON_STOP))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     steps=st.lists(st.tuples(st.integers(0, CHOICES - 1), st.lists(st.integers(0, 6), max_size=3)), max_size=12),
     marked=st.integers(0, 12),

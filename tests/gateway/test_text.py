@@ -29,7 +29,7 @@ def pieces_of(items: list[Any], cuts: list[int]) -> list[list[Any]]:
     return [items[a:b] for a, b in itertools.pairwise(borders)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_detokenizing_in_pieces_equals_decoding_at_once(text_model: TextModel, data: st.DataObject) -> None:
     tokens = data.draw(
@@ -45,7 +45,7 @@ def test_detokenizing_in_pieces_equals_decoding_at_once(text_model: TextModel, d
     assert "".join(shown) + detokenizer.finish() == whole == decode_all(text_model.vocabulary, tokens)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=80))
 def test_no_part_of_a_character_is_ever_shown(text_model: TextModel, text: str) -> None:
     tokens = text_model.encode_text(text)
@@ -69,7 +69,7 @@ def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     text=st.text("ab", max_size=30),
     stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple),
@@ -128,7 +128,7 @@ def test_user_text_never_becomes_a_control_token(text_model: TextModel) -> None:
     assert guard in decode_all(text_model.vocabulary, text_model.encode_chat([{"role": "user", "content": guard}]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(content=st.text(max_size=60))
 def test_harmless_chats_are_tokenised_as_their_rendered_text(text_model: TextModel, content: str) -> None:
     ids = text_model.encode_chat([{"role": "system", "content": "x"}, {"role": "user", "content": content}])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.blocks import BlockId
@@ -28,7 +28,6 @@ def test_slow_demand_is_none() -> None:
     assert [demand.note(ids, 200.0 + n) for n in range(3)] == [0, 0, 1]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.floats(0, 3)), max_size=80))
 def test_counts_are_those_of_the_last_half_to_full_window(pulls: list[tuple[int, int, float]]) -> None:
     demand, leases, window_s = Demand(leases=4, window_s=10.0), 4, 10.0
@@ -55,7 +54,6 @@ def test_memory_is_bounded_and_goes_with_the_window() -> None:
     assert len(demand) == 1
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_copies_of_copies_stay_with_a_bounded_set_of_nodes(num_nodes: int, limit: int) -> None:
     """Every node that holds the chain asks on as long as it may; whoever was asked holds it and asks too."""
@@ -110,7 +108,6 @@ def test_a_chain_of_which_only_the_beginning_is_copied_is_not_looked_for_at_ever
     assert plan.next_node(ids[0], ids[3], ["own", "a"], 11.0) is None
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5000), max_size=50))
 def test_a_pace_is_kept(sizes: list[int]) -> None:
     pace, now_s = Pace(1000.0), 0.0

@@ -203,4 +203,4 @@ class PartialsMachine(RuleBasedStateMachine):
 
 
 TestPartials = PartialsMachine.TestCase
-TestPartials.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPartials.settings = settings(max_examples=60, stateful_step_count=40)

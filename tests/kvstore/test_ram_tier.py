@@ -102,7 +102,7 @@ class RamTierMachine(RuleBasedStateMachine):
 
 
 TestRamTier = RamTierMachine.TestCase
-TestRamTier.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestRamTier.settings = settings(max_examples=60, stateful_step_count=60)
 
 
 def test_a_scan_does_not_push_out_what_is_used() -> None:

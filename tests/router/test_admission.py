@@ -30,7 +30,7 @@ def scene_of(*loads: Load) -> Scene:
     return scene
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     workers=st.integers(1, 4),
     prompt=st.integers(1, 8000),
@@ -74,7 +74,7 @@ def test_an_idle_mesh_refuses_only_what_cannot_be(
         assert answer.retry_after_s >= RETRY_S
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     prompts=st.lists(st.integers(1, 3000), min_size=1, max_size=80),
     objective_s=st.one_of(st.just(0.0), st.floats(0.3, 5.0)),

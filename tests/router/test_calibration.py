@@ -19,7 +19,7 @@ def prediction(feature: tuple[float, ...], correction: Correction, tpot_s: float
     return Prediction(feature, 1.0, ttft_s, tpot_s * correction.tpot, sum(feature[1:]), tpot_s, sum(feature[1:4]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=NUM_WEIGHTS - 1, max_size=NUM_WEIGHTS - 1),
     st.floats(0.0, 5.0),

@@ -19,7 +19,7 @@ from tests.router.scenes import IDENTITY, IDLE, NOW_S, Scene, chain, links
 policies = pytest.mark.parametrize("policy", POLICIES)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(list(POLICIES)),
     st.lists(

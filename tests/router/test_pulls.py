@@ -110,7 +110,7 @@ local = st.integers(0, 40)
 speed = st.floats(200, 50_000)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(some, local, speed)
 def test_the_plan_is_the_best_and_never_slower_than_computing(
     sources: list[Holder], local: int, tokens_per_s: float
@@ -130,7 +130,7 @@ def test_the_plan_is_the_best_and_never_slower_than_computing(
     assert float(plans.prefill_s[0]) == pytest.approx(prefill_s(at, tokens_per_s))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(some, local, speed, st.floats(1.0, 100.0), st.data())
 def test_a_better_link_never_makes_it_slower(
     sources: list[Holder], local: int, tokens_per_s: float, factor: float, data: st.DataObject

@@ -25,7 +25,7 @@ def moves(toy: Toy) -> list[tuple[int, str]]:
     return [(message.key, message.reason) for message in toy.said if isinstance(message, MoveRequested)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompt=st.lists(st.integers(0, 96), min_size=1, max_size=50),
     splits=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 39)), min_size=1, max_size=3),

@@ -82,7 +82,7 @@ class Toy:
         self.core.to_front.clear()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompt=st.lists(st.integers(0, 96), min_size=1, max_size=60),
     cuts=st.lists(st.integers(0, 39), min_size=1, max_size=3),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.registry import LocationRecord
@@ -48,7 +48,6 @@ def test_the_own_host_is_preferred_and_a_node_that_leaves_moves_only_its_own() -
     assert all(after[w] == before[w] for w in before if before[w] != "n3")
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, RAMP_S), min_size=2, max_size=6).map(sorted))
 def test_a_young_node_draws_ever_more_workers_and_loses_none(ages_s: list[float]) -> None:
     old = [node(f"n{i}") for i in range(3)]

@@ -74,7 +74,7 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(samplings, min_size=1, max_size=6), st.integers(0, 2**31), st.sampled_from([0.3, 3.0]))
 def test_equals_the_reference_and_ignores_batch_mates(chosen: list[Sampling], seed: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)

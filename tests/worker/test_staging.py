@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -78,7 +78,7 @@ def pull(key: int, ids: list[bytes], slots: list[int]) -> PullBlocks:
     return PullBlocks(key, "r", b"".join(ids), slots, [run_of], 5.0, "")
 
 
-@settings(max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, stateful_step_count=60)
 class StagingMachine(RuleBasedStateMachine):
     """Nothing that the mover or a step reads is ever anything but the block it is called."""
 

@@ -25,7 +25,7 @@ def works(seed: int, count: int) -> list[StepWork]:
     return result
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.floats(0.0, 0.2))
 def test_the_steps_of_a_machine_are_forecast_after_some_of_them(seed: int, noise: float) -> None:
     fit, rng = StepFit(assumed_costs(1500.0, 0.02)), random.Random(seed)

@@ -319,7 +319,7 @@ class Walk:
 ACTIONS = ("begin", "begin", "commit", "commit", "discard", "crash", "restart", "lease", "release", "evict")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 5), st.integers(0, 60_000)), max_size=25),
     max_bytes=st.integers(30_000, 200_000),

@@ -32,7 +32,7 @@ def first_gap(places: set[int], length: int) -> int:
     return next((at for at in range(length) if at not in places), length)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, LENGTH), max_size=20), st.integers(0, LENGTH))
 def test_jumps_find_what_the_walk_finds(depths: list[int], length: int) -> None:
     blocks, held = filled([set(range(depth)) for depth in depths])
@@ -40,7 +40,7 @@ def test_jumps_find_what_the_walk_finds(depths: list[int], length: int) -> None:
     assert [lengths[one.slot] for one in held] == [min(depth, length) for depth in depths]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sets(st.integers(0, LENGTH - 1)), max_size=8), st.integers(0, LENGTH))
 def test_of_a_set_with_gaps_a_place_is_found_where_it_ends(sets: list[set[int]], length: int) -> None:
     blocks, held = filled(sets)
@@ -52,7 +52,7 @@ def test_of_a_set_with_gaps_a_place_is_found_where_it_ends(sets: list[set[int]],
         assert end == length or end not in places
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_removing_and_retiring_in_any_order_leaves_what_the_others_hold(data: st.DataObject) -> None:
     blocks = BlockMap()

@@ -117,7 +117,7 @@ actions = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(actions, max_size=40))
 def test_the_replica_equals_the_holders(steps: list[tuple[str, int, int, int, int]]) -> None:
     replica = Replica()

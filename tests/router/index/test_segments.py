@@ -83,7 +83,7 @@ def build(mesh: Mesh, ids: list[BlockId]) -> None:
     mesh.blocks._segments.build(ids, mesh.blocks.num_slots)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_lookup_through_segments_finds_what_the_walk_over_every_block_finds(data: st.DataObject) -> None:
     mesh, shown = Mesh(), set[int]()
@@ -130,7 +130,7 @@ def _from(id_: BlockId) -> list[BlockId]:
     return [after for chain in CHAINS if id_ in chain for after in chain[chain.index(id_) :]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.sets(st.integers(0, 29)), min_size=1, max_size=6),
     st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.lists(st.integers(0, 29), max_size=12)), max_size=12),
@@ -215,7 +215,7 @@ def test_stretches_that_take_turns_in_great_number_are_worth_none() -> None:
     assert not any(walks.count(chain, 0, runs) for _ in range(20) for chain in chains)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_what_is_no_prefix_breaks_nothing(data: st.DataObject) -> None:
     """Blocks in any order, some of them twice or unknown: as a caller that is wrong might ask."""

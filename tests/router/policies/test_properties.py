@@ -31,7 +31,7 @@ def chosen_by(policy: str, request: PolicyRequest, view: PolicyView) -> int:
     return int(scores_of(policy, request, view).argmin())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(LOOKING), loaded, st.data())
 def test_more_queue_never_makes_a_worker_preferred(policy: str, view: PolicyView, data: st.DataObject) -> None:
     request = request_of(PROMPT)
@@ -47,7 +47,7 @@ def test_more_queue_never_makes_a_worker_preferred(policy: str, view: PolicyView
     assert chosen_by(policy, request, replace(view, rows=rows)) != at
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(loaded, st.floats(0.1, 10.0))
 def test_the_choice_does_not_depend_on_the_unit_of_time(view: PolicyView, factor: float) -> None:
     request = request_of(PROMPT)
@@ -65,7 +65,7 @@ def test_the_choice_does_not_depend_on_the_unit_of_time(view: PolicyView, factor
         assert np.allclose(scaled, scores * by, rtol=1e-6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     loaded,
     st.sampled_from([5, 60, PROMPT, 2000]),
@@ -95,7 +95,7 @@ def test_every_candidate_costs_what_it_would_alone_in_plain_arithmetic(
         assert np.dot(costs.features(at), weights) * rows["pace"][at] == pytest.approx(costs.predicted_ttft_s[at])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(loaded)
 def test_what_is_predicted_is_positive_finite_and_adds_up(view: PolicyView) -> None:
     costs = estimate(request_of(PROMPT), view)
@@ -106,7 +106,7 @@ def test_what_is_predicted_is_positive_finite_and_adds_up(view: PolicyView) -> N
     assert (costs.predicted_ttft_s > 0).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(loaded, st.integers(1, 600))
 def test_a_longer_prompt_takes_longer_everywhere(view: PolicyView, more: int) -> None:
     shorter, longer = (estimate(request_of(PROMPT + extra), view) for extra in (0, more))

@@ -19,7 +19,7 @@ def chain(document: int, branch: int, count: int) -> tuple[BlockId, ...]:
 
 
 @given(USES, st.integers(0, 20), st.integers(0, 20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_both_tiers_stay_prefix_closed_and_what_is_announced_is_there(
     uses: list[tuple[int, int, int]], ram_blocks: int, ssd_blocks: int
 ) -> None:

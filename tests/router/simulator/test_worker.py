@@ -67,7 +67,7 @@ def check(worker: SimWorker) -> None:
 
 
 @given(ARRIVALS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_request_ends_once_and_leaves_nothing_but_cache(arrivals: list[Arrival]) -> None:
     worker = SimWorker(SMALL)
     ended = run(worker, arrivals)
@@ -79,7 +79,7 @@ def test_every_request_ends_once_and_leaves_nothing_but_cache(arrivals: list[Arr
 
 
 @given(ARRIVALS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_closed_form_is_the_sum_of_its_steps(arrivals: list[Arrival]) -> None:
     whole, stepwise = SimWorker(SMALL), StepwiseWorker(SMALL)
     first, second = run(whole, arrivals), run(stepwise, arrivals)
@@ -92,7 +92,7 @@ def test_the_closed_form_is_the_sum_of_its_steps(arrivals: list[Arrival]) -> Non
 
 
 @given(ARRIVALS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_what_the_cache_holds_is_prefix_closed_and_announced_in_full(arrivals: list[Arrival]) -> None:
     worker = SimWorker(SMALL)
     run(worker, arrivals)
@@ -168,7 +168,7 @@ def test_work_that_cannot_run_soon_is_stale_and_an_idle_worker_takes_anything() 
 
 
 @given(ARRIVALS, st.integers(1, 900), st.floats(0.0, 1.0))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_forecast_is_what_happens_when_nothing_else_comes(
     arrivals: list[Arrival], prompt: int, ask_at: float
 ) -> None:

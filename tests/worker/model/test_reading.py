@@ -43,7 +43,6 @@ def load(path: Path) -> bytes:
         return runner.spec.digest
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), max_size=12),
     chunk_bytes=st.integers(1, 64),
@@ -224,7 +223,7 @@ def test_gguf_headers_that_lie(tmp_path: Path) -> None:
         assert "\n" not in str(refused.value)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(position=st.integers(0, 220), bit=st.integers(0, 7), cut=st.integers(0, 900))
 def test_any_damage_to_a_gguf_header_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, position: int, bit: int, cut: int
