@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import structlog
 from kvmesh.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 
-from services.common.process import generated_instance, stop_event, write_ready_file
+from services.common.process import generated_instance, spare_collections, stop_event, write_ready_file
 from services.common.redis_client import RedisHealth, connect_redis
 from services.common.registry import RegistryChange, RegistryWatcher
 from services.common.rpc import MeshServer
@@ -116,6 +116,7 @@ class _Router:
     async def _serve(self, metrics_address: str, stop: asyncio.Event) -> None:
         # Nobody can ask before: an answer that knows nothing yet would be a wrong one.
         await self._look_around()
+        spare_collections()
         settings = self._settings
         address = await self._server.start(settings.advertise_host)
         await self._server.set_ready(True)
