@@ -42,6 +42,16 @@ class OpenAttempt:
     num_choices: int
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """An ask, its answer, when it came, and the seconds that it took."""
+
+    ask: Ask
+    answer: Placement | Refused
+    at_s: float
+    seconds: float
+
+
 # Open attempts of one gateway's stream.
 OpenAttempts = dict[AttemptId, OpenAttempt]
 
@@ -87,7 +97,13 @@ class Decisions:
         self.holders.changed()
 
     def ask(self, ask: Ask, opened: OpenAttempts, now_s: float) -> Placement | Refused:
-        """Decide; a grant is counted as load and entered into `opened`."""
+        """`decide` and `note` at once."""
+        decided = self.decide(ask, opened, now_s)
+        self.note(decided)
+        return decided.answer
+
+    def decide(self, ask: Ask, opened: OpenAttempts, now_s: float) -> Decided:
+        """Decide; a grant is counted as load and entered into `opened`. The caller `note`s it once it has answered."""
         began_s = perf_counter()
         index_usable = self._health.connected or bool(self.replica.locations)
         waiting = self.gateway_queues.total(ask.model, now_s)
@@ -96,11 +112,15 @@ class Decisions:
             self._enter(ask, ask.id, answer, opened, now_s)
             if answer.handoff is not None:
                 self._enter(ask, ask.id.handoff, answer.handoff, opened, now_s)
-        self.pools.answered(ask, answer, now_s)
-        self._metrics.decided(answer, perf_counter() - began_s, priority=ask.priority)
-        self.explanations.decided(ask, answer, self.table.by_row, now_s)
         self._explain(ask, answer)
-        return answer
+        return Decided(ask, answer, now_s, perf_counter() - began_s)
+
+    def note(self, decided: Decided) -> None:
+        """What is kept of a decision and no other decision looks at, so that its answer need not wait for it."""
+        ask, answer = decided.ask, decided.answer
+        self.pools.answered(ask, answer, decided.at_s)
+        self._metrics.decided(answer, decided.seconds, priority=ask.priority)
+        self.explanations.decided(ask, answer, self.table.by_row, decided.at_s)
 
     def done(
         self,

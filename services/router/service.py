@@ -12,7 +12,7 @@ from opentelemetry import propagate, trace
 
 from services.common.blocks import split_ids
 from services.common.process import generated_instance
-from services.router.decisions import Decisions, OpenAttempts
+from services.router.decisions import Decided, Decisions, OpenAttempts
 from services.router.domain import Ask, AttemptId, Placement, PullRun, RefusalReason, Refused, Requirements
 from services.router.errors import BadAskError
 from services.router.explanations import Ended
@@ -57,7 +57,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
         try:
             async for message in request_iterator:
                 if message.HasField("ask"):
-                    yield self._answer(message.ask, opened)
+                    decided = self._answer(message.ask, opened)
+                    answer = decided.answer if isinstance(decided, Decided) else decided
+                    try:
+                        yield _response(message.ask, answer)
+                    finally:
+                        if isinstance(decided, Decided):
+                            self._decisions.note(decided)
                 elif message.HasField("done"):
                     self._close(message.done, opened)
                 elif message.HasField("queues"):
@@ -82,22 +88,20 @@ class RouterService(router_pb2_grpc.RouterServicer):
             redis_connected=decisions.redis_connected,
         )
 
-    def _answer(self, message: router_pb2.Ask, opened: OpenAttempts) -> router_pb2.RouteResponse:
+    def _answer(self, message: router_pb2.Ask, opened: OpenAttempts) -> Decided | Refused:
+        """A refusal of what is no ask, else a decision that is to be noted."""
         parent = propagate.extract({"traceparent": message.traceparent}) if message.traceparent else None
         span = _tracer.start_span("route", context=parent)
-        if span.get_span_context().is_valid:
-            with trace.use_span(span, end_on_exit=True):
-                answer = self._decide(message, opened)
-                _describe(span, message, answer)
-        else:
-            answer = self._decide(message, opened)
-        if isinstance(answer, Refused):
-            return router_pb2.RouteResponse(refusal=_refusal(message, answer))
-        return router_pb2.RouteResponse(grant=_grant(message, answer))
+        if not span.get_span_context().is_valid:
+            return self._decide(message, opened)
+        with trace.use_span(span, end_on_exit=True):
+            decided = self._decide(message, opened)
+            _describe(span, message, decided.answer if isinstance(decided, Decided) else decided)
+        return decided
 
-    def _decide(self, message: router_pb2.Ask, opened: OpenAttempts) -> Placement | Refused:
+    def _decide(self, message: router_pb2.Ask, opened: OpenAttempts) -> Decided | Refused:
         try:
-            return self._decisions.ask(_ask_of(message), opened, time.monotonic())
+            return self._decisions.decide(_ask_of(message), opened, time.monotonic())
         except BadAskError as error:
             return Refused(RefusalReason.BAD_ASK, str(error), 0.0)
 
@@ -161,6 +165,12 @@ def _ask_of(message: router_pb2.Ask) -> Ask:
 
 def _model_queues(message: router_pb2.QueueReport) -> tuple[ModelQueue, ...]:
     return tuple(ModelQueue(one.model, one.requests, one.prompt_tokens) for one in message.waiting)
+
+
+def _response(message: router_pb2.Ask, answer: Placement | Refused) -> router_pb2.RouteResponse:
+    if isinstance(answer, Refused):
+        return router_pb2.RouteResponse(refusal=_refusal(message, answer))
+    return router_pb2.RouteResponse(grant=_grant(message, answer))
 
 
 def _grant(message: router_pb2.Ask, placement: Placement) -> router_pb2.Grant:
