@@ -18,8 +18,8 @@ from services.common.registry import LocationRecord
 from services.router.domain import PullRun
 from services.router.index.replica import Replica
 from services.router.policies.view import IntArray, Sources, no_sources
-from services.router.worker_rows import Selection
-from services.router.workers import WorkerTable, host_number
+from services.router.worker_rows import Selection, host_number
+from services.router.workers import WorkerTable
 
 # Sources that a decision looks at: those that hold most, of equals those on a candidate's host, then the least busy.
 MAX_KVSTORES = 8

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,20 @@ def _lines_of(kinds: Mapping[str, Any]) -> dict[str, slice]:
 assert WORKER_ROW.fields is not None
 _LINES = _lines_of(WORKER_ROW.fields)
 _OTHERS = {name: kind for name, (kind, *_) in WORKER_ROW.fields.items() if name not in _LINES}
+
+
+def host_number(host: str) -> int:
+    """A host's number in the rows."""
+    return int.from_bytes(_digest(host), "little", signed=True)
+
+
+def name_hash(worker_id: str) -> int:
+    """What stands for a worker's name in the rows."""
+    return int.from_bytes(_digest(worker_id), "little")
+
+
+def _digest(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=8).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from hashlib import blake2b
 
 from services.common.fair_queue import NUM_CLASSES, class_index
 from services.common.registry import LocationRecord
@@ -19,7 +18,7 @@ from services.router.own_pauses import OwnPauses
 from services.router.policies.view import IntArray, Pressure
 from services.router.recent_work import BUCKET_S, NUM_BUCKETS, RecentWork
 from services.router.roll_call import SUSPECT_S, BoolArray, Present, RollCall, serving, suspect
-from services.router.worker_rows import RowStore, Selection
+from services.router.worker_rows import RowStore, Selection, host_number, name_hash
 from services.router.worker_state import (
     COST_NAMES,
     DEFAULT_DECODE_STEP_S,
@@ -35,11 +34,6 @@ _SLOW_STEPS = 4.0
 # Buckets of recent work that show the present load.
 _LATELY = 3
 _NO_CLASS = (0,) * NUM_CLASSES
-
-
-def host_number(host: str) -> int:
-    """A host's number in the rows."""
-    return int.from_bytes(blake2b(host.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class WorkerTable:
@@ -89,7 +83,7 @@ class WorkerTable:
             pace=1.0,
             model=-1,
             drained=self._drains.get(record.id) == record.epoch,
-            name_hash=int.from_bytes(blake2b(record.id.encode(), digest_size=8).digest(), "little"),
+            name_hash=name_hash(record.id),
         )
         self._roll_call.changed()
         return worker
