@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
+import structlog
 from google.api.httpbody_pb2 import HttpBody
 
 from services.gateway.api.edge import Context
 from services.gateway.api.openai_render import COMMENT, EVENT_STREAM
 from services.gateway.pulse import Pulse
+
+_log = structlog.get_logger("gateway.api")
 
 
 class EventOutlet:
@@ -59,6 +63,9 @@ class EventOutlet:
     async def _send_beat(self, data: bytes) -> None:
         try:
             await self._write(data)
+        except grpc.aio.BaseError:
+            # The client has left. The end of its call closes everything, and any further write fails by itself.
+            _log.debug("beat_unsent")
         finally:
             self._beat = None
 
