@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from typing import get_args
 
-import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.common.blocks import BLOCK_TOKENS, BlockId, chain_block_ids, split_ids
-from services.worker.admission import SchedulerLimits
-from services.worker.core import CoreLimits, EngineCore
+from services.worker.core import EngineCore
 from services.worker.engine.batch import StepBuilder
 from services.worker.engine_messages import BlockChanges, PushTarget
-from services.worker.link_rates import LinkRates
 from services.worker.messages import (
     Abort,
     AdmittedRequest,
@@ -31,10 +27,8 @@ from services.worker.messages import (
     RequestAborted,
     RequestFailed,
     Resume,
-    Sampling,
     StaleRequest,
     StepOutput,
-    Submit,
 )
 from services.worker.mover_messages import (
     CancelPull,
@@ -48,57 +42,9 @@ from services.worker.mover_messages import (
     Unpin,
 )
 from services.worker.pushes import PushPolicy
-from services.worker.rates import Rates
 from services.worker.sampler import draw_tokens
-from services.worker.transfers import TransferLimits
+from tests.worker.cores import KEY, NUM_BLOCKS, ROOT, known_output, make_core, submit
 from tests.worker.toy import VOCAB, ToyRunner, expected_tokens, prefix_entries
-
-KEY = b"k" * 32
-ROOT = BlockId(b"r" * 16)
-NUM_BLOCKS = 24
-CONTEXT = 256
-
-
-def submit(key: int, prompt: list[int], max_tokens: int, **changes: object) -> Submit:
-    fields: dict[str, object] = {
-        "request_id": f"r{key}",
-        "block_root": bytes(ROOT),
-        "prompt_block_ids": b"".join(chain_block_ids(KEY, ROOT, prompt)),
-        "owner_digest": b"o" * 16,
-        "sampling": Sampling(temperature=0.0),
-        "num_choices": 1,
-        "stop_token_ids": [],
-        "pull_plan": [],
-        "priority": 1,
-        "expected_local_blocks": 0,
-        "deadline_s": 1000.0,
-        "traceparent": "",
-    }
-    fields |= changes
-    return Submit(key=key, prompt=np.array(prompt, dtype="<u4").tobytes(), max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
-
-
-def known_output(choice: int, tokens: list[int], *, finished: bool = False) -> KnownOutput:
-    return KnownOutput(choice, np.array(tokens, dtype="<u4").tobytes(), finished)
-
-
-def make_core(
-    num_blocks: int = NUM_BLOCKS,
-    *,
-    budget: int = 40,
-    max_running: int = 5,
-    cache: bool = True,
-    max_queue_s: float = 0.5,
-    push_policy: PushPolicy = "write_through",
-) -> EngineCore:
-    limits = CoreLimits(
-        SchedulerLimits(CONTEXT, VOCAB, max_running=max_running, max_queue_s=max_queue_s, prefix_cache=cache),
-        TransferLimits(max_push_blocks=6, max_served_blocks=6, push_policy=push_policy),
-        step_token_budget=budget,
-        target_step_s=1.0,
-    )
-    return EngineCore(limits, num_blocks, KEY, Rates(1000.0, 0.01), LinkRates(1000))
-
 
 # Share of a choice's output that is known, and whether it has ended, by choice.
 _known = st.one_of(
@@ -434,70 +380,3 @@ class CoreMachine(RuleBasedStateMachine):
 
 TestCore = CoreMachine.TestCase
 TestCore.settings = settings(max_examples=60, stateful_step_count=40)
-
-
-def run_to_end(core: EngineCore, runner: ToyRunner) -> dict[int, list[int]]:
-    """Step until nothing is left; tokens by key."""
-    builder, outputs = StepBuilder(), {}
-    for step in range(5000):
-        chunks = core.schedule(float(step))
-        if not chunks:
-            break
-        runner.submit(builder.build(chunks))
-        core.commit(chunks, draw_tokens(runner.collect(), EngineCore.draw_rows(chunks)), 0.01, float(step))
-        for message in core.to_front:
-            if isinstance(message, StepOutput):
-                for output in message.choices:
-                    outputs.setdefault(output.key, []).extend(output.token_ids)
-        core.to_front.clear()
-    assert core.is_idle
-    return outputs
-
-
-@pytest.mark.parametrize("cache", [True, False])
-def test_preempted_sequences_resume_where_they_were(cache: bool) -> None:
-    core, runner = make_core(12, cache=cache, max_queue_s=100.0), ToyRunner(12)
-    prompts = {key: [key * 5 + i for i in range(16)] for key in range(1, 5)}
-    for key, tokens in prompts.items():
-        core.handle(submit(key, tokens, 120), 0.0)
-    outputs = run_to_end(core, runner)
-    assert core.scheduler.preemptions > 0
-    assert outputs == {key: expected_tokens(tuple(tokens), 120) for key, tokens in prompts.items()}
-
-
-def test_siblings_hit_the_blocks_of_their_leader() -> None:
-    core, runner = make_core(), ToyRunner(NUM_BLOCKS)
-    core.handle(submit(1, list(range(40)), 2, num_choices=3), 0.0)
-    computed = 0
-    builder = StepBuilder()
-    while chunks := core.schedule(0.0):
-        computed += sum(chunk.length for chunk in chunks)
-        runner.submit(builder.build(chunks))
-        core.commit(chunks, draw_tokens(runner.collect(), EngineCore.draw_rows(chunks)), 0.01, 0.0)
-    # The prompt once, its partial block twice more, one decode each.
-    assert computed == 40 + 2 * 8 + 3
-
-
-def test_a_busy_worker_bounds_its_queue_and_an_idle_one_takes_anything() -> None:
-    core = make_core(64, max_running=2, max_queue_s=0.1)
-    core.handle(submit(1, [1] * 200, 50), 0.0)
-    core.handle(submit(2, [2] * 40, 50), 0.0)
-    core.handle(submit(3, [3] * 40, 50), 0.0)
-    core.handle(submit(4, [4] * 40, 50), 0.0)
-    core.handle(submit(5, [5] * 40, 50), 0.0)
-    kinds = [type(message) for message in core.to_front]
-    assert kinds == [AdmittedRequest] * 4 + [StaleRequest]
-    # A decision that counted on blocks which are not here did not know of this work.
-    core = make_core(64, max_queue_s=0.1)
-    core.handle(submit(1, [1] * 20, 50), 0.0)
-    core.handle(submit(2, [2] * 240, 10, expected_local_blocks=15), 0.0)
-    assert [type(message) for message in core.to_front] == [AdmittedRequest, StaleRequest]
-
-
-def test_prefills_go_on_beside_many_decodes() -> None:
-    core, runner = make_core(64, budget=16, max_running=20, max_queue_s=100.0), ToyRunner(64)
-    for key in range(1, 19):
-        core.handle(submit(key, [key, key], 20), 0.0)
-    core.handle(submit(19, [7] * 60, 2), 0.0)
-    outputs = run_to_end(core, runner)
-    assert len(outputs[19]) == 2

@@ -43,7 +43,7 @@ from services.worker.mover_messages import (
     PullDone,
     PushBlocks,
 )
-from tests.worker.test_core import make_core, submit
+from tests.worker.cores import make_core, submit
 from tests.worker.toy import VOCAB, ToyRunner, expected_tokens, prefix_entries
 
 

@@ -34,7 +34,7 @@ from services.worker.messages import (
 )
 from services.worker.rates import Rates
 from services.worker.streams import StreamTable
-from tests.worker.test_core import make_core
+from tests.worker.cores import make_core
 
 USAGE = RequestUsage(1, 100, 20, 16, 0, 32, 0, 0.1, 0.2, 0.3)
 

@@ -23,7 +23,7 @@ from services.worker.messages import (
 )
 from services.worker.mover_messages import PullBlocks, PullDone
 from services.worker.sampler import draw_tokens
-from tests.worker.test_core import KEY, ROOT, known_output, make_core, submit
+from tests.worker.cores import KEY, ROOT, known_output, make_core, submit
 from tests.worker.toy import ToyRunner, expected_tokens, prefix_entries
 
 PROMPT = list(range(21))
