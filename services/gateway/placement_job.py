@@ -60,8 +60,8 @@ class PlacementJob:
     traceparent: str
     keeper: Keeper | None = None
 
-    def wanted(self) -> Wanted:
-        """What the fair line has to know."""
+    def wanted(self, *, is_accepted: bool) -> Wanted:
+        """What the fair line has to know. is_accepted: a worker had taken it, so no objective ends its wait."""
         return Wanted(
             model=self.model,
             tenant=self.tenant,
@@ -70,7 +70,7 @@ class PlacementJob:
             max_tokens=self.prompt.max_tokens,
             num_choices=self.num_choices,
             deadline_at_s=self.deadline_at_s,
-            ttft_at_s=self.ttft_at_s,
+            ttft_at_s=math.inf if is_accepted else self.ttft_at_s,
         )
 
     def objectives_left(self, now_s: float) -> Objectives:

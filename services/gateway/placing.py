@@ -54,7 +54,7 @@ class Placing:
         started_s = time.monotonic()
         line = self.placement.line
         if self._ticket is None:
-            self._ticket = line.join(self.job.wanted())
+            self._ticket = line.join(self.job.wanted(is_accepted=self.is_accepted))
         ticket = self._ticket
         await line.turn(ticket)
         number, asked_at_s = self.next_number(), time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from google.api.httpbody_pb2 import HttpBody
-from kvmesh.v1.router_pb2 import REFUSAL_REASON_NO_WORKER, Refusal
-from kvmesh.v1.worker_pb2 import Stale, WorkerGenerateResponse
+from kvmesh.v1.router_pb2 import REFUSAL_REASON_NO_WORKER, REFUSAL_REASON_OVERLOADED, Refusal
+from kvmesh.v1.worker_pb2 import Admitted, Stale, WorkerGenerateResponse
 
 from services.common.blocks import tenant_tag
 from services.common.keys import KeySpace
@@ -86,6 +87,22 @@ async def test_a_kept_answer_that_was_never_begun_is_run_anew(mesh: Mesh) -> Non
     finally:
         mesh.workers[0].kept = None
     assert len(mesh.workers[0].requests) == 2
+
+
+async def test_a_repeat_that_loses_its_worker_waits_whatever_its_objective_was(mesh: Mesh) -> None:
+    """It joins the line only then, long after its first token was due."""
+    fields = {"kvmesh": {"ttft_s": 0.05}}
+    first = await complete(mesh, "late", **fields)
+    mesh.workers[0].kept = WorkerGenerateResponse(admitted=Admitted(worker_id="w0"))
+    mesh.router.refusal = Refusal(reason=REFUSAL_REASON_OVERLOADED)
+    repeat = asyncio.create_task(complete(mesh, "late", **fields))
+    try:
+        await eventually(lambda: sum(ask.resumes for ask in mesh.router.asks) >= 6)
+        mesh.router.refusal = None
+        assert (await repeat)["choices"] == first["choices"]
+    finally:
+        mesh.workers[0].kept = None
+        repeat.cancel()
 
 
 async def test_a_seed_of_its_own_goes_first(mesh: Mesh) -> None:
