@@ -57,7 +57,8 @@ class PullPlans:
     def queue_s(self, at: slice | IntArray) -> FloatArray:
         """What of the seconds is waiting at holders."""
         first, second = self._first[at], self._second[at]
-        if not len(self._options.end):
+        # Whoever pulls at all has a first run.
+        if not len(self._options.end) or (first == NO_SOURCE).all():
             return np.zeros(len(first))
         candidates = np.arange(len(self._first))[at]
         queue_s = self._sources.queue_bytes[:, None] / self._sources.links.bytes_per_s[:, candidates]
