@@ -25,6 +25,9 @@ class Link:
 NEAR = Link(2e9, 0.002)
 FAR = Link(300e6, 0.004)
 SSD = Link(500e6, 0.005)
+# An unmeasured link is taken to move blocks at least so many times as fast as the worker computes them, or a fast
+# worker would never try one, and never learn.
+WORTH_TRYING = 2.0
 
 
 def faded(measured: Link, assumed: Link, freshness: float) -> Link:

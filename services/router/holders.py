@@ -129,7 +129,7 @@ class Holders:
             memory_end=np.array([source.memory_end for source in sources], np.int64),
             queue_bytes=links.queue_bytes(names),
             is_self=np.array([[source.row] for source in sources], np.int64) == candidates.rows,
-            links=links.links(candidates.rows, names, same_host),
+            links=links.links(candidates.rows, names, same_host, self._table.compute_bytes_per_s(candidates.at)),
         )
 
     def _host(self, source: Source) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.links import FAR, NEAR, SSD
+from services.common.links import FAR, NEAR, SSD, WORTH_TRYING
 from services.router.domain import HolderLinks, MeasuredLink
 from services.router.policies.view import FloatArray, IntArray, LinkArrays
 
@@ -83,22 +83,35 @@ class LinkTable:
         """What is being pulled from each of `holders`, or is about to."""
         return np.array([self._queue_bytes.get(holder, 0.0) for holder in holders], np.float64)
 
-    def links(self, rows: IntArray, holders: Sequence[str], same_host: BoolMatrix) -> LinkArrays:
-        """Links of the workers in `rows` to `holders`; same_host, [holder, worker], decides what is assumed."""
-        near_rate = np.where(same_host, NEAR.bytes_per_s, FAR.bytes_per_s)
+    def links(
+        self, rows: IntArray, holders: Sequence[str], same_host: BoolMatrix, compute_bytes_per_s: FloatArray
+    ) -> LinkArrays:
+        """Links of the workers in `rows` to `holders`.
+
+        What is assumed goes by same_host, [holder, worker], and by what each worker would compute.
+        """
+        least = WORTH_TRYING * compute_bytes_per_s
+        near_rate = np.maximum(np.where(same_host, NEAR.bytes_per_s, FAR.bytes_per_s), least)
         near_setup_s = np.where(same_host, NEAR.setup_s, FAR.setup_s)
-        assumed = LinkArrays(
-            near_rate, near_setup_s, np.minimum(near_rate, SSD.bytes_per_s), np.full(near_rate.shape, SSD.setup_s)
-        )
+        ssd_rate = np.minimum(near_rate, np.maximum(SSD.bytes_per_s, least))
+        assumed = LinkArrays(near_rate, near_setup_s, ssd_rate, np.full(near_rate.shape, SSD.setup_s))
         known = [(place, self._holders[one]) for place, one in enumerate(holders) if one in self._holders]
         if known:
-            self._put_measured(assumed, rows, known, same_host)
+            self._put_measured(assumed, rows, known, same_host, np.maximum(SSD.bytes_per_s, least))
         return assumed
 
     def _put_measured(
-        self, links: LinkArrays, rows: IntArray, known: list[tuple[int, _Holder]], same_host: BoolMatrix
+        self,
+        links: LinkArrays,
+        rows: IntArray,
+        known: list[tuple[int, _Holder]],
+        same_host: BoolMatrix,
+        ssd_assumed: FloatArray,
     ) -> None:
-        """Instead of what is assumed, of the workers that have measured any of the holders; known: by place."""
+        """Instead of what is assumed, of the workers that have measured any of the holders.
+
+        known: by place. ssd_assumed: bytes/s, for each worker.
+        """
         num_rows = int(rows.max(initial=-1)) + 1
         used = np.zeros(num_rows, np.bool_)
         used[[row for _, holder in known for row in holder.used if row < num_rows]] = True
@@ -117,7 +130,7 @@ class LinkTable:
         untried = freshness == 0
         near_rate = np.where(untried, np.maximum(near_rate, _best(rate, untried, same_host)), near_rate)
         near_setup_s = np.where(untried, np.minimum(near_setup_s, -_best(-setup_s, untried, same_host)), near_setup_s)
-        ssd_near_rate = np.minimum(near_rate, SSD.bytes_per_s)
+        ssd_near_rate = np.minimum(near_rate, ssd_assumed[at])
         links.bytes_per_s[:, at] = np.maximum(rate, rate**freshness * near_rate ** (1.0 - freshness))
         links.setup_s[:, at] = np.minimum(setup_s, setup_s**freshness * near_setup_s ** (1.0 - freshness))
         links.ssd_bytes_per_s[:, at] = np.maximum(

@@ -200,7 +200,7 @@ class Placer:
         seconds = shortlist(decode_part_s(request, decode), keeps_pace, MAX_DECODE)
         first_rows, second_rows = prefill.rows[firsts], decode.rows[seconds]
         names = [self._table.workers[self._table.by_row[row]].record.life for row in first_rows.tolist()]
-        hosts = self._table.rows["host"]
+        same_host = self._table.rows["host"][first_rows][:, None] == self._table.rows["host"][second_rows]
         links = self._table.links
         return best_pair(
             request,
@@ -208,7 +208,7 @@ class Placer:
             decode,
             firsts=firsts,
             seconds=seconds,
-            links=links.links(second_rows, names, hosts[first_rows][:, None] == hosts[second_rows]),
+            links=links.links(second_rows, names, same_host, self._table.compute_bytes_per_s(second_rows)),
             queue_bytes=links.queue_bytes(names),
         )
 

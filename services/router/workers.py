@@ -15,7 +15,7 @@ from services.common.step_costs import assumed_costs
 from services.router.domain import AttemptId, Identity, Load, WorkerId
 from services.router.link_table import LinkTable
 from services.router.own_pauses import OwnPauses
-from services.router.policies.view import IntArray, Pressure
+from services.router.policies.view import FloatArray, IntArray, Pressure
 from services.router.recent_work import BUCKET_S, NUM_BUCKETS, RecentWork
 from services.router.roll_call import SUSPECT_S, BoolArray, Present, RollCall, serving, suspect
 from services.router.worker_rows import RowStore, Selection, host_number, name_hash
@@ -217,6 +217,12 @@ class WorkerTable:
     def present(self, now_s: float) -> Present:
         """Who takes requests; to be used before anything changes."""
         return self._roll_call.present(self._rows, now_s - self._pauses.excused_s(now_s))
+
+    def compute_bytes_per_s(self, at: slice | IntArray) -> FloatArray:
+        """Bytes of blocks that these workers would compute in a second."""
+        rows = self.rows
+        result: FloatArray = rows["block_bytes"][at] * rows["prefill_tokens_per_s"][at] / rows["block_tokens"][at]
+        return result
 
     def pressure(self, candidates: Selection, now_s: float, *, reuse: float) -> Pressure:
         """What these rows have had to do of late; reuse: see Pressure."""

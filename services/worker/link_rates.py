@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.common.links import NEAR, SSD, Link, faded
+from services.common.links import NEAR, SSD, WORTH_TRYING, Link, faded
 from services.worker.link_messages import HolderLinks, MeasuredLink, RunTiming
 from services.worker.messages import HolderRun
 
@@ -54,6 +54,8 @@ class LinkRates:
 
     def __init__(self, block_bytes: int, half_life_s: float = 30.0) -> None:
         self.block_bytes = block_bytes
+        # Bytes of blocks that this worker would compute in a second; 0: not known.
+        self.compute_bytes_per_s = 0.0
         self._half_life_s = half_life_s
         self._holders: OrderedDict[tuple[str, str, int], _Holder] = OrderedDict()
 
@@ -152,6 +154,7 @@ class LinkRates:
         return max(seconds - self.memory(run, now).seconds(num_bytes), seconds * _LEAST_SHARE, _MIN_SETUP_S)
 
     def _expected(self, measured: _Measured | None, assumed: Link, now: float) -> Link:
+        assumed = Link(max(assumed.bytes_per_s, WORTH_TRYING * self.compute_bytes_per_s), assumed.setup_s)
         if measured is None:
             return assumed
         return faded(measured.link, assumed, self._freshness(measured, now))

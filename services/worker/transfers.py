@@ -87,6 +87,7 @@ class Transfers:
         held = self._pool.match(wanted_ids[:hits])
         room = self._pool.num_available - self._pool.count_unreferenced(held) - reserve
         fitting = runs_after(request.pull_plan, hits, min(len(wanted_ids), hits + room))
+        self._links.compute_bytes_per_s = self._links.block_bytes / block_compute_s
         choice = choose_pull(fitting, self._links, block_compute_s=block_compute_s, now=now)
         runs = choice.runs
         if not runs:

@@ -18,7 +18,7 @@ from services.router.link_table import LinkTable
 from services.router.policies.pulls import best_plans
 from services.router.policies.view import WORKER_ROW, LinkArrays, PolicyRequest, PolicyView, Sources, idle
 from services.router.worker_state import PendingAttempt
-from tests.router.scenes import IDLE, NOW_S, Scene, chain, links
+from tests.router.scenes import IDENTITY, IDLE, NOW_S, Scene, chain, links
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 400_000.0
 REQUEST = PolicyRequest(
@@ -243,7 +243,7 @@ def test_routers_fade_figures_as_workers_do(
     table = LinkTable()
     memory = MeasuredLink(bytes_per_s, setup_s, freshness)
     table.report(0, (HolderLinks("k", memory, MeasuredLink(ssd_bytes_per_s, setup_s, freshness)),))
-    found = table.links(np.zeros(1, np.int64), ["k"], np.ones((1, 1), np.bool_))
+    found = table.links(np.zeros(1, np.int64), ["k"], np.ones((1, 1), np.bool_), np.zeros(1))
     near = faded(Link(bytes_per_s, setup_s), NEAR, freshness)
     ssd = faded(Link(ssd_bytes_per_s, setup_s), SSD, freshness)
     assert found.bytes_per_s[0, 0] == pytest.approx(near.bytes_per_s)
@@ -252,10 +252,25 @@ def test_routers_fade_figures_as_workers_do(
     assert found.ssd_setup_s[0, 0] == pytest.approx(ssd.setup_s)
 
 
+@given(st.floats(100.0, 1e6), st.sampled_from(["h", "far"]), st.booleans())
+def test_a_link_that_nobody_has_measured_is_tried_however_fast_a_worker_computes(
+    tokens_per_s: float, host: str, on_ssd: bool
+) -> None:
+    scene, ids = Scene(), chain(400)
+    identity = replace(IDENTITY, context_length=100_000, prefill_tokens_per_s=tokens_per_s, decode_step_s=1e-4)
+    scene.worker("a", replace(IDLE, prefill_tokens_per_s=tokens_per_s), identity)
+    scene.kvstore("k", host=host)
+    scene.hold("kvstore/k", ids, Tier.SSD if on_ssd else Tier.RAM)
+    computing_s = 400 * BLOCK_TOKENS / tokens_per_s
+    # Setup is assumed too: what is computed within it is not worth a pull.
+    if computing_s / 2 > 2 * (FAR.setup_s + SSD.setup_s):
+        assert scene.grant(scene.ask(ids)).pull_plan
+
+
 def test_nobody_has_links_where_nobody_asks() -> None:
     table = LinkTable()
     table.report(0, (HolderLinks("k", MeasuredLink(1e9, 0.001)),))
-    assert table.links(np.zeros(0, np.int64), ["k"], np.ones((1, 0), np.bool_)).bytes_per_s.shape == (1, 0)
+    assert table.links(np.zeros(0, np.int64), ["k"], np.ones((1, 0), np.bool_), np.zeros(0)).bytes_per_s.shape == (1, 0)
 
 
 def test_no_figures_stay_of_what_is_no_longer_reported() -> None:
@@ -271,7 +286,7 @@ def test_no_figures_stay_of_what_is_no_longer_reported() -> None:
     scene.table.report(WorkerId("a"), IDLE, NOW_S)
     rows = np.array([scene.table.workers[WorkerId(name)].row for name in ("a", "b")])
     same_host = np.ones((1, 2), np.bool_)
-    assert table.links(rows, ["kvstore/k@1"], same_host).bytes_per_s[0].tolist() == [NEAR.bytes_per_s, 1e6]
+    assert table.links(rows, ["kvstore/k@1"], same_host, np.zeros(2)).bytes_per_s[0].tolist() == [NEAR.bytes_per_s, 1e6]
     scene.table.grant(WorkerId("b"), AttemptId("r", 1), PendingAttempt(1, 1, NOW_S, (("kvstore/k@1", 7.0),)))
     assert table.queue_bytes(["kvstore/k@1"])[0] == 12.0
     scene.table.forget(WorkerId("b"))

@@ -183,3 +183,11 @@ def test_a_holder_that_has_started_anew_is_not_blamed_for_its_past() -> None:
     assert rates.memory(run(), 0.1).seconds(BLOCK) > 5 * NEAR.seconds(BLOCK)
     assert rates.memory(run(epoch=2), 0.1) == NEAR
     assert [one.epoch for one in rates.messages(0.1)] == [1]
+
+
+@given(st.floats(1e6, 1e11))
+def test_what_was_never_measured_is_taken_to_be_worth_trying(compute_bytes_per_s: float) -> None:
+    rates = LinkRates(BLOCK)
+    rates.compute_bytes_per_s = compute_bytes_per_s
+    for link in (rates.memory(run(), 0.0), rates.ssd(run(), 0.0)):
+        assert link.bytes_per_s >= 1.99 * compute_bytes_per_s
