@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from tests.support.mesh import Mesh
@@ -23,6 +24,14 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # How long an example takes says more of what else the machine does than of what is tested.
 settings.register_profile("kvmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvmesh")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """What a test's commands make of the process's logging ends with the test."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")
