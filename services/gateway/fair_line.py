@@ -1,12 +1,11 @@
 """Where requests wait for a worker: one fair queue for each model, and a few asks to the router at a time.
 
-A ticket waits, asks, is granted, and is left; it goes back to the front of its tenant's line when its ask or its worker
-came to nothing. When the router finds every worker full for a class, neither that class nor a less urgent one asks
-until a request of the model ends at this gateway, or a timer fires: when the router expects room, or one that backs off
-where it does not say, for room is also made by other gateways' requests. The first ask after that goes alone, and each
-grant lets one more go at a time. Waiting is bounded in number, in all and for a tenant, and in time; who would wait in
-vain for the time that its objective leaves is refused at once. What is refused is told how long the queue takes to
-drain, as it did whenever somebody waited.
+A ticket waits, asks, is granted, and is left; it goes back to the front of its tenant's line when its ask or its
+worker came to nothing. When the router finds every worker full for a class, neither that class nor a less urgent one
+asks until a request of the model ends at this gateway, or a timer that backs off fires: room is also made by other
+gateways' requests. The first ask after that goes alone, and each grant lets one more go at a time. Waiting is bounded
+in number, in all and for a tenant, and in time; who would wait in vain for the time that its objective leaves is
+refused at once. What is refused is told how long the queue takes to drain, as it did whenever somebody waited.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ class FairLine:
         lane.max_asking = 1
         lane.blocked_from = min(lane.blocked_from, ticket.asks_as)
         if lane.timer is None:
-            pause_s = max(_LEAST_RETRY_S, min(room_in_s or lane.pause_s, _LAST_RETRY_S))
+            pause_s = max(_LEAST_RETRY_S, min(room_in_s or lane.pause_s, lane.pause_s))
             lane.timer = asyncio.get_running_loop().call_later(pause_s, self._retry, lane)
             lane.pause_s = min(_LAST_RETRY_S, 2 * lane.pause_s)
         self._return(ticket, lane)

@@ -93,20 +93,6 @@ async def test_a_timer_wakes_when_nothing_ends_here() -> None:
     lines.line.leave(ticket)
 
 
-async def test_when_room_is_forecast_nobody_asks_before_unless_woken() -> None:
-    lines = Lines()
-    ticket = lines.join()
-    began_s = time.monotonic()
-    lines.line.full(ticket, None, room_in_s=0.3)
-    await asked(lines.line, ticket)
-    assert time.monotonic() - began_s >= 0.3
-    lines.line.full(ticket, None, room_in_s=0.3)
-    assert ticket.state is TicketState.WAITING
-    lines.line.wake("m")
-    assert ticket.state is TicketState.ASKING
-    lines.line.leave(ticket)
-
-
 async def test_a_class_that_is_full_does_not_hold_up_a_more_urgent_one() -> None:
     lines = Lines()
     batch = lines.block(BATCH)
