@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from services.common.fair_queue import NUM_CLASSES
 from services.router.policies.correction import Correction
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from services.router.policies.correction import FloatArray as FloatArray
+from services.router.policies.correction import IntArray as IntArray
 
 # One worker. Rates are per second; *_s are seconds; host numbers the machine; slot is the worker's in the index, -1
 # where it has none. What a report brings stands together, and so does what grants add, so that each is written at once.
