@@ -131,6 +131,8 @@ async def test_a_wait_has_an_end(text_model: TextModel) -> None:
         status, error, trailing = await mesh.error("Completions", STREAM)
         assert (status, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "overloaded")
         assert int(trailing["retry-after"]) >= 1
+        # Refused, all of them stand in the line until they give up; one that is being placed does not count there.
+        mesh.router.refusal = Refusal(reason=REFUSAL_REASON_OVERLOADED, retry_after_s=6.5)
         answers = await asyncio.gather(*(mesh.error("Completions", STREAM) for _ in range(5)))
         assert {answer[0] for answer in answers} == {grpc.StatusCode.UNAVAILABLE}
         assert 1 <= sum("are waiting" in answer[1]["message"] for answer in answers) <= 3
