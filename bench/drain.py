@@ -1,0 +1,247 @@
+"""`python -m bench.drain`: what clients notice of a worker that is told to end while it answers them.
+
+CPU workers with one thread each. Streams of about a thousand tokens of context all run on one worker, which gets
+SIGTERM. The same requests are answered undisturbed before, to compare texts. A stream's gap is the longest time between
+two of its events from the signal until the worker has ended; beside it stand the times between two events before it.
+Every round is a mesh of its own. Afterwards nothing may be running, referenced, leased or waiting anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.drain_streams import Stream, body_of, follow, wait_for_events
+from bench.kv_table import Machine
+from bench.load import percentile
+from services.cli.ports import free_ports
+from services.cli.state import StateDir
+
+RESULTS = Path(__file__).parent / "results" / "drain.json"
+_VICTIM = "worker-0"
+# Events of every stream before the signal.
+_EVENTS_BEFORE = 20
+_END_TIMEOUT_S = 60.0
+_COMMAND_TIMEOUT_S = 300.0
+# What must be back at zero: of the workers and their movers, of kvstore nodes and gateways.
+_STATEFUL = ("worker", "kvstore", "gateway")
+_IDLE_GAUGES = (
+    "kvmesh_worker_running_requests",
+    "kvmesh_worker_waiting_requests",
+    "kvmesh_worker_referenced_blocks",
+    "kvmesh_mover_running_pulls",
+    "kvmesh_mover_open_leases",
+    "kvmesh_kvstore_open_leases",
+    "kvmesh_gateway_waiting_requests",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One drain. Times in ms: a gap a stream, and the times between events of all streams before the signal.
+
+    ended_s: from the signal to the worker's end. left: gauges that are not back at zero.
+    """
+
+    exit: str
+    ended_s: float
+    streams: int
+    errors: list[str]
+    equal_texts: int
+    moved: float
+    rescues: float
+    gaps_ms: list[float]
+    before_p50_ms: float
+    before_p99_ms: float
+    gateway_gap_ms: float
+    left: dict[str, float]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nobody lost anything."""
+        whole = not self.errors and self.equal_texts == self.streams and not self.rescues
+        return whole and self.exit == "status 0" and not self.left
+
+
+class DrainMesh:
+    """A running mesh whose supervisor keeps its state in a folder."""
+
+    def __init__(self, folder: str, port: int) -> None:
+        self.port = port
+        self._folder = folder
+        self.processes = self.ps()
+
+    def ps(self) -> list[dict[str, Any]]:
+        """The processes now."""
+        found: list[dict[str, Any]] = json.loads(self.kvmesh("ps", "--json"))
+        return found
+
+    def kvmesh(self, *arguments: str) -> str:
+        """What a command prints. Raises RuntimeError when it fails."""
+        return _kvmesh(self._folder, *arguments)
+
+    def total(self, kind: str, metric: str, label: str = "") -> float:
+        """A metric's sum over the processes of a kind, where its labels have `label`; 0 where none has it."""
+        return sum(_sum(one["metrics"], metric, label) for one in self.processes if one["kind"] == kind)
+
+    def left(self) -> dict[str, float]:
+        """Gauges that are not at zero, by name."""
+        found = {name: sum(self.total(kind, name) for kind in _STATEFUL) for name in _IDLE_GAUGES}
+        return {name: value for name, value in found.items() if value}
+
+    def victim_end(self) -> str:
+        """How the supervisor says that the drained worker has ended; empty while it has not."""
+        log = StateDir(Path(self._folder)).log("supervisor").read_text()
+        found = re.findall(rf"{_VICTIM} ended \((.*?)\)", log)
+        return found[-1] if found else ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the rounds, print, write the file; 1 when anything was lost or is left."""
+    parser = argparse.ArgumentParser(prog="bench.drain", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=1000)
+    parser.add_argument("--output-tokens", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, default=RESULTS, help=f"where the result goes ({RESULTS.name})")
+    given = parser.parse_args(argv)
+    machine, load_before = Machine.here(), os.getloadavg()[0]
+    rounds = [_round(number, given) for number in range(given.rounds)]
+    gaps_ms = sorted(gap for one in rounds for gap in one.gaps_ms)
+    found = {"gap_p50_ms": percentile(gaps_ms, 0.5), "gap_p99_ms": percentile(gaps_ms, 0.99)}
+    options = {name: value for name, value in vars(given).items() if name != "json"}
+    result = {"machine": asdict(machine), "load_before": load_before, "options": options, **found}
+    given.json.write_text(json.dumps({**result, "rounds": [asdict(one) for one in rounds]}, indent=1) + "\n")
+    _show(rounds, f"Gap p50 {found['gap_p50_ms']:.0f} ms, p99 {found['gap_p99_ms']:.0f} ms. {machine}")
+    return 0 if all(one.is_clean for one in rounds) else 1
+
+
+def _round(number: int, given: argparse.Namespace) -> Round:
+    first = number * given.streams
+    bodies = [body_of(first + one, given.prompt_tokens, given.output_tokens) for one in range(given.streams)]
+    with _mesh(given.workers) as mesh:
+        return asyncio.run(_drain(mesh, bodies))
+
+
+async def _drain(mesh: DrainMesh, bodies: Sequence[dict[str, Any]]) -> Round:
+    others = [one["name"] for one in mesh.processes if one["kind"] == "worker" and one["name"] != _VICTIM]
+    for name in others:
+        mesh.kvmesh("ctl", "drain", name)
+    expected, streams = ([Stream() for _ in bodies] for _ in range(2))
+    await _follow_all(mesh, bodies, expected)
+    following = asyncio.create_task(_follow_all(mesh, bodies, streams))
+    try:
+        await wait_for_events(streams, _EVENTS_BEFORE)
+        for name in others:
+            await asyncio.to_thread(mesh.kvmesh, "ctl", "undrain", name)
+        signalled_s = time.monotonic()
+        os.kill(next(one["pid"] for one in mesh.processes if one["name"] == _VICTIM), signal.SIGTERM)
+        end = await _eventually(mesh.victim_end)
+        ended_s = time.monotonic()
+        await following
+    finally:
+        following.cancel()
+    await _eventually(lambda: "" if mesh.left() else "idle")
+    before_ms = sorted(1e3 * gap for one in streams for gap in one.gaps_s(0.0, signalled_s)[1:-1])
+    moves = mesh.total("gateway", "kvmesh_gateway_move_gap_seconds_count")
+    return Round(
+        exit=end or "still there",
+        ended_s=ended_s - signalled_s,
+        streams=len(streams),
+        errors=[one.error for one in streams if one.error],
+        equal_texts=sum(one.text == other.text for one, other in zip(streams, expected, strict=True)),
+        moved=mesh.total("gateway", "kvmesh_gateway_moves_total", 'outcome="moved"'),
+        rescues=mesh.total("gateway", "kvmesh_gateway_rescues_total"),
+        gaps_ms=[1e3 * max(one.gaps_s(signalled_s, ended_s), default=0.0) for one in streams],
+        before_p50_ms=percentile(before_ms, 0.5),
+        before_p99_ms=percentile(before_ms, 0.99),
+        gateway_gap_ms=1e3 * mesh.total("gateway", "kvmesh_gateway_move_gap_seconds_sum") / max(1.0, moves),
+        left=mesh.left(),
+    )
+
+
+async def _follow_all(mesh: DrainMesh, bodies: Sequence[dict[str, Any]], streams: Sequence[Stream]) -> None:
+    await asyncio.gather(*(follow(mesh.port, body, one) for body, one in zip(bodies, streams, strict=True)))
+
+
+async def _eventually(read: Callable[[], str]) -> str:
+    """The first answer of `read` that is not empty; empty when there is none in time."""
+    until_s = time.monotonic() + _END_TIMEOUT_S
+    while not (found := await asyncio.to_thread(read)) and time.monotonic() < until_s:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return found
+
+
+@contextmanager
+def _mesh(workers: int) -> Iterator[DrainMesh]:
+    with tempfile.TemporaryDirectory(prefix="kvm-") as folder:
+        port = next(free_ports())
+        _kvmesh(folder, "up", "--detach", "--workers", str(workers), "--threads", "1", "--http-port", str(port))
+        try:
+            yield DrainMesh(folder, port)
+        finally:
+            _kvmesh(folder, "down")
+
+
+def _kvmesh(folder: str, *arguments: str) -> str:
+    command = (sys.executable, "-m", "services.cli", *arguments, "--state", folder)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVMESH_", "REDIS_"))}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"kvmesh {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def _sum(address: str, metric: str, label: str) -> float:
+    try:
+        with urlopen(f"http://{address}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+    except OSError:
+        # It has been told to end, or starts anew.
+        return 0.0
+    found = (line for line in lines if line.startswith((f"{metric}{{", f"{metric} ")) and label in line)
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+def _show(rounds: Sequence[Round], title: str) -> None:
+    table = Table(title=title)
+    columns = "exit", "ended s", "errors", "equal", "moved", "rescues", "gaps ms", "before p50 / p99 ms", "left"
+    for column in columns:
+        table.add_column(column, justify="right")
+    for one in rounds:
+        table.add_row(
+            one.exit,
+            f"{one.ended_s:.1f}",
+            str(len(one.errors)),
+            f"{one.equal_texts}/{one.streams}",
+            f"{one.moved:.0f}",
+            f"{one.rescues:.0f}",
+            " ".join(f"{gap:.0f}" for gap in sorted(one.gaps_ms)),
+            f"{one.before_p50_ms:.0f} / {one.before_p99_ms:.0f}",
+            json.dumps(one.left) if one.left else "nothing",
+        )
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
