@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from services.common.models import DEFAULT_MODEL, ModelSource, resolve_model
 from services.common.settings import ConfigurationError
-from services.gateway.text.gguf_tokenizer import load_gguf_tokenizer
+from services.common.text.gguf_tokenizer import load_gguf_tokenizer
 from services.worker.model.config import ModelConfig
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
 from services.worker.model.load import open_model

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from services.common.models import ModelSource
 from services.common.settings import ConfigurationError
-from services.gateway.text.gguf_tokenizer import load_gguf_tokenizer
+from services.common.text.gguf_tokenizer import load_gguf_tokenizer
 from services.gateway.text.text_model import load_text_model
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from services.common.gguf_metadata import read_metadata
 from services.common.settings import ConfigurationError
-from services.gateway.text.gguf_sentencepiece import sentencepiece_tokenizer
+from services.common.text.gguf_sentencepiece import sentencepiece_tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4
 _LLAMA3 = (
