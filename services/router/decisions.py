@@ -40,6 +40,8 @@ class OpenAttempt:
     policy: str
     prediction: Prediction
     num_choices: int
+    model: str
+    model_digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ class Decisions:
             self._placer.output_tokens.update(output_tokens / entry.num_choices)
         self._placer.learn(entry.worker_id, entry.prediction, now_s, ttft_s=ttft_s, tpot_s=tpot_s)
         self._metrics.closed(entry.policy, outcome, entry.prediction, ttft_s, tpot_s)
+        self._metrics.versions.closed(entry.model, entry.model_digest, outcome, ttft_s, tpot_s)
         if _explains():
             _tell_closed(attempt, entry, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
 
@@ -170,7 +173,12 @@ class Decisions:
         self.table.grant(placement.worker_id, attempt, pending)
         self.outbox.put(GrantedNews(placement.worker_id, placement.worker_epoch, attempt, pending))
         opened[attempt] = OpenAttempt(
-            placement.worker_id, placement.policy, placement.prediction, max(1, ask.num_choices)
+            placement.worker_id,
+            placement.policy,
+            placement.prediction,
+            max(1, ask.num_choices),
+            ask.model,
+            ask.model_digest,
         )
         if len(opened) > MAX_OPEN_ATTEMPTS:
             del opened[next(iter(opened))]

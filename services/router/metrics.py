@@ -9,6 +9,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from services.common.fair_queue import RequestClass
 from services.router.domain import Placement, Prediction, Refused
+from services.router.version_metrics import VersionMetrics
 
 _RATIO_BOUNDARIES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 _CLASSES = {int(one): one.name.lower() for one in RequestClass}
@@ -34,9 +35,10 @@ class Tally:
 
 
 class RouterMetrics:
-    """What decisions did, and how right their predictions were."""
+    """What decisions did, and how right their predictions were. versions: what became of each version's attempts."""
 
     def __init__(self) -> None:
+        self.versions = VersionMetrics()
         meter = metrics.get_meter("kvmesh.router")
         self._decisions = Tally(
             "kvmesh_router_decisions",

@@ -48,6 +48,9 @@ class WorkerSettings(ServiceSettings):
         4, ge=0, le=64, description="Most copies of cached models that this worker gives others at once; 0: none."
     )
     model_copy_timeout_s: float = Field(1800.0, gt=0, description="Longest time until a model has been copied.")
+    revision: str = Field(
+        "", max_length=64, description="Enters the model digest: tells versions of one artifact apart."
+    )
     engine: Literal["model", "sim"] = Field(
         "model", description="sim: compute nothing, take the time that the sim_* settings say, and answer with words."
     )
@@ -59,7 +62,6 @@ class WorkerSettings(ServiceSettings):
         None, description="JSON file with the four figures of a real worker, from bench.sim_calibration."
     )
     sim_speed: float = Field(1.0, gt=0, description="Of a simulated worker: everything happens so many times as fast.")
-    sim_version: str = Field("", description="Of a simulated worker: tells versions of one artifact apart.")
     role: Literal["both", "prefill", "decode"] = Field(
         "both",
         description="prefill: only compute prompts, for workers that take over; decode: take over, or do all.",

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TypeVar
 
 import msgspec
@@ -71,7 +72,9 @@ async def start_replica(
     engine = await _start_engine(settings, source, parts, worker_id)
     stack.push_async_callback(engine.end)
     engine.link.send(Configure(secret.block_key))
-    engine_ready = await _first_message(engine, EngineReady, settings.start_timeout_s, progress)
+    engine_ready = _of_revision(
+        await _first_message(engine, EngineReady, settings.start_timeout_s, progress), settings.revision
+    )
     mover = await _start_mover(settings, parts, engine_ready, worker_id, epoch)
     stack.push_async_callback(mover.end)
     mover_ready = await _first_message(mover, MoverReady, _MOVER_TIMEOUT_S)
@@ -92,7 +95,17 @@ async def _start_simulated(
     # Nothing is inherited: both ends of every link are in this process.
     config = engine_config(settings, source, worker_id, front_fd=-1, mover_fd=-1, pool_fd=-1)
     engine, ready = await start_simulation(settings, source, config, secret.block_key, stack)
+    ready = _of_revision(ready, settings.revision)
     return Replica(worker_id, epoch, source, engine, ready, NoMover(), MoverReady("", "", ""))
+
+
+def revised_digest(digest: bytes, revision: str) -> bytes:
+    """The digest of a revision of a model; of an empty one the model's own."""
+    return blake2b(revision.encode(), digest_size=len(digest), key=digest).digest() if revision else digest
+
+
+def _of_revision(ready: EngineReady, revision: str) -> EngineReady:
+    return msgspec.structs.replace(ready, model_digest=revised_digest(ready.model_digest, revision))
 
 
 def identity_proto(replica: Replica, settings: WorkerSettings) -> worker_pb2.WorkerIdentity:

@@ -34,7 +34,7 @@ def canary(mesh: Mesh) -> Iterator[None]:
     """A worker that has another version of the model, started by hand."""
     secret, url = mesh.state / "mesh_secret", (mesh.state / "redis_url").read_text().strip()
     command = (sys.executable, "-m", "services.worker", "--engine", "sim", "--instance", CANARY)
-    environment = clean_environment(**SIM_ENVIRONMENT, KVMESH_REDIS_URL=url, KVMESH_WORKER_SIM_VERSION="2")
+    environment = clean_environment(**SIM_ENVIRONMENT, KVMESH_REDIS_URL=url, KVMESH_WORKER_REVISION="2")
     with (mesh.state / "logs" / "canary.log").open("w") as log:
         flags = ("--mesh-secret-file", str(secret), "--model", MODEL)
         process = subprocess.Popen([*command, *flags], env=environment, stdout=log, stderr=log)

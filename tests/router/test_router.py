@@ -161,6 +161,8 @@ async def test_requests_go_where_their_blocks_are(tmp_path: Path, valkey: Valkey
         ]
         metrics = process.metrics()
         assert "kvmesh_router_ttft_error_seconds_count" in metrics
+        assert re.search(r'kvmesh_router_version_attempts_total{digest="[0-9a-f]{12}",.*outcome="ok"} 1', metrics)
+        assert re.search(r"^kvmesh_router_version_ttft_seconds_count{digest=", metrics, re.MULTILINE)
         assert re.search(r'kvmesh_router_decisions_total{.*outcome="granted".*policy="predicted_ttft"', metrics)
         stream.call.cancel()
 

@@ -47,7 +47,7 @@ _DEFAULT_POOL_BYTES = 2**30
 _END_TIMEOUT_S = 5.0
 _COUNTERS_EVERY_S = 1.0
 _DIGEST_BYTES = 16
-_TAG_SIMULATED, _TAG_TOKENIZER, _TAG_SHAPE, _TAG_VERSION = 96, 97, 98, 99
+_TAG_SIMULATED, _TAG_TOKENIZER, _TAG_SHAPE = 96, 97, 98
 _log = structlog.get_logger()
 
 
@@ -208,12 +208,11 @@ def _ready(
 
 
 def sim_digest(source: ModelSource, model: SimModel, context: int, settings: WorkerSettings) -> bytes:
-    """16 bytes that no real replica has and that simulated ones of one artifact, context and version share."""
+    """16 bytes that no real replica has and that simulated ones of one artifact and context share."""
     parts = [
         (_TAG_SIMULATED, settings.dtype.encode()),
         (_TAG_TOKENIZER, tokenizer_digest(source)),
         (_TAG_SHAPE, repr((model.shape, context)).encode()),
-        (_TAG_VERSION, settings.sim_version.encode()),
     ]
     return blake2b(tagged(parts), digest_size=_DIGEST_BYTES).digest()
 
