@@ -2,7 +2,7 @@
 -- the body of an OpenAI error. Native gRPC replies pass untouched.
 --
 -- The gateway sends the error's JSON as trailing metadata; the transcoder, which has run before this filter on the
--- way out, has made a header of it. Where it is absent (the gRPC runtime itself refused, or Envoy made the reply) the
+-- way out, has made a header of it unless headers had gone before. Where it is absent (the gRPC runtime itself refused, or Envoy made the reply) the
 -- body is kept if it has the shape already, and is made from the status otherwise.
 
 local RETRY_AFTER_S = "1"
@@ -46,6 +46,15 @@ function envoy_on_request(handle)
   end
 end
 
+-- Removes and returns a value of headers or trailers; nil where there is none, or no trailers at all.
+local function take(map, name)
+  local value = map and map:get(name)
+  if value then
+    map:remove(name)
+  end
+  return value
+end
+
 function envoy_on_response(handle)
   local headers = handle:headers()
   local status = headers:get(":status")
@@ -59,11 +68,19 @@ function envoy_on_response(handle)
   if status < "400" then
     return
   end
-  if (status == "429" or status == "503") and not headers:get("retry-after") then
-    headers:add("retry-after", RETRY_AFTER_S)
+  -- Where headers had gone out before the failure, its details follow in trailers. Both calls wait, and nothing that was
+  -- taken before a wait may be used after it.
+  handle:body(true)
+  local trailers = handle:trailers()
+  headers = handle:headers()
+  local error_json = take(headers, "x-openai-error") or take(trailers, "x-openai-error")
+  local retry_after_s = headers:get("retry-after") or take(trailers, "retry-after")
+  if status == "429" or status == "503" then
+    retry_after_s = retry_after_s or RETRY_AFTER_S
   end
-  local error_json = headers:get("x-openai-error")
-  headers:remove("x-openai-error")
+  if retry_after_s then
+    headers:replace("retry-after", retry_after_s)
+  end
   local body = handle:body(true)
   if not error_json then
     local length = body:length()

@@ -30,7 +30,7 @@ STATUSES = {code.name: code for code in grpc.StatusCode}
 
 @dataclass
 class OpenAIServer(openai_pb2_grpc.OpenAIServicer):
-    """Bodies are JSON scripts: {"events": N, "gap_s": S}, {"fail": STATUS, ...}, {"echo": true}."""
+    """Bodies are JSON scripts: {"events": N, "gap_s": S}, {"fail": STATUS, "begun": true, ...}, {"echo": true}."""
 
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     draining: bool = False
@@ -50,6 +50,8 @@ class OpenAIServer(openai_pb2_grpc.OpenAIServicer):
             self.bodies.append(request.data)
             await self._fail({"fail": "INVALID_ARGUMENT", "error": {"message": "not JSON"}}, context)
             return
+        if script.get("begun"):
+            await context.send_initial_metadata((("x-kvmesh-worker", "worker-0"),))
         if "fail" in script:
             await self._fail(script, context)
         await context.send_initial_metadata((("x-kvmesh-worker", "worker-0"),))

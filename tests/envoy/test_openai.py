@@ -137,6 +137,17 @@ async def test_the_gateways_error_is_the_body(edge: Edge, grpc_status: str, http
         assert (error["message"], error["code"]) == ('a "quoted" \u00e9 reason', "why")
 
 
+@pytest.mark.parametrize("error", [{"message": "late", "code": "why"}, None])
+async def test_a_failure_after_headers_keeps_its_details(edge: Edge, error: dict[str, str] | None) -> None:
+    fields = {"error": error, "retry_after": "7"} if error else {}
+    async with request(edge.port, "POST", CHAT, script(fail="UNAVAILABLE", begun=True, **fields)) as response:
+        assert response.status == 503
+        assert response.headers["x-kvmesh-worker"] == "worker-0"
+        assert response.headers["retry-after"] == ("7" if error else "1")
+        assert (await response.error())["code"] == ("why" if error else "service_unavailable")
+    assert "outside of proper scope" not in edge.log.read_text()
+
+
 @pytest.mark.parametrize(("grpc_status", "http_status"), [("RESOURCE_EXHAUSTED", 429), ("UNKNOWN", 500)])
 async def test_an_error_without_details_gets_the_shape(edge: Edge, grpc_status: str, http_status: int) -> None:
     async with request(edge.port, "POST", CHAT, script(fail=grpc_status)) as response:
