@@ -1,10 +1,12 @@
 """The state of moving a prompt's output from the worker that produces it to another, while it goes on. Pure.
 
-The source produces until the target has computed what it was started with; then whatever the source has said by that
-time is taken, the target is told what of it is new to it, and goes on from there. So the output is the source's up to
-the switch and the target's after it, and the record that both are fed from holds each token once. Until the switch the
-source's side is complete in itself: a target that fails, or nobody to be the target, costs nothing but another try
-after a pause.
+The source produces until the target has computed what it was started with. What the source has said by then the target
+is to compute, too, as long as it is more than a little: the client waits for what is left at the switch (rounds of
+pre-copying, as of virtual machines: Clark et al., "Live Migration of Virtual Machines", NSDI 2005). Then whatever the
+source has said is taken, the target is told what of it is new to it, and goes on from there. So the output is the
+source's up to the switch and the target's after it, and the record that both are fed from holds each token once. Until
+the switch the source's side is complete in itself: a target that fails, or nobody to be the target, costs nothing but
+another try after a pause.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from services.gateway.output_record import Mark, OutputRecord
 
 _FIRST_PAUSE_S = 0.25
 _LAST_PAUSE_S = 2.0
+# Rounds after the first, and tokens of an open choice that are not worth one: a step computes them in its time.
+_MAX_ROUNDS = 4
+_FEW_TOKENS = 2
 
 
 class Stage(Enum):
@@ -50,6 +55,7 @@ class Move:
     _tries_left: float = math.inf
     _needs_output: bool = False
     _mark: Mark = field(default_factory=lambda: Mark((), ()))
+    _rounds_left: int = 0
 
     def wanted(self, now_s: float, max_tries: float) -> None:
         """The source would rather not go on. Of a move that is on its way it may only raise how often to try."""
@@ -75,8 +81,17 @@ class Move:
 
     def started(self) -> list[KnownOutput]:
         """A target is started: with what is known now."""
-        self.stage, self._mark = Stage.PREPARING, self.output.mark()
+        self.stage, self._mark, self._rounds_left = Stage.PREPARING, self.output.mark(), _MAX_ROUNDS
         return self.output.known()
+
+    def prepared(self) -> list[KnownOutput]:
+        """The target has computed what it knows: what it is to compute before the switch. Empty: switch."""
+        further, num_open = self.output.known(self._mark), self.output.num_open
+        num_tokens = sum(len(choice.token_ids) for choice in further)
+        if not self._rounds_left or not num_open or num_tokens <= _FEW_TOKENS * num_open:
+            return []
+        self._mark, self._rounds_left = self.output.mark(), self._rounds_left - 1
+        return further
 
     def failed(self, now_s: float) -> None:
         """There is no target, or none any more: try again later, each time longer, as often as is worth it."""

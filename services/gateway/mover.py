@@ -156,8 +156,11 @@ class Mover:
             if kind == "admitted":
                 target.is_admitted, target.cached_tokens = True, message.admitted.cached_tokens
             elif kind == "prepared":
-                self.on_prepared()
-                return
+                further = self._move.prepared() if message.prepared.takes_more else []
+                if not further:
+                    self.on_prepared()
+                    return
+                target.inbox.resume(further, hold=True)
             elif kind == "stale":
                 self._fail("stale", OUTCOME_STALE)
                 return

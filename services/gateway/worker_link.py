@@ -90,9 +90,9 @@ class Attempt:
         """What has come and was not read."""
         return self._unread
 
-    def resume(self, further: Sequence[KnownOutput]) -> None:
-        """Let the worker draw on from here, if it waits for that."""
-        self._link.resume(self.key, further)
+    def resume(self, further: Sequence[KnownOutput], *, hold: bool = False) -> None:
+        """Let the worker draw on from here, if it waits for that. hold: let it compute that and wait on."""
+        self._link.resume(self.key, further, hold=hold)
 
     def hand_over(self) -> None:
         """Its reader has taken what is unread and goes on elsewhere: the worker releases everything, reads end."""
@@ -182,10 +182,10 @@ class WorkerLink:
         self._begin(attempt, ServeRequest(attach=attach))
         return attempt
 
-    def resume(self, key: int, further: Sequence[KnownOutput]) -> None:
-        """An attempt with hold_s is to draw on; nothing for one that has ended. further: as in the message."""
+    def resume(self, key: int, further: Sequence[KnownOutput], *, hold: bool = False) -> None:
+        """An attempt with hold_s is to draw on; nothing for one that has ended. further, hold: as in the message."""
         if key in self._attempts:
-            self._resumes.append(ServeRequest(resume=ResumeAttempt(key=key, further=further)))
+            self._resumes.append(ServeRequest(resume=ResumeAttempt(key=key, further=further, hold=hold)))
             self._wake.set()
 
     def forget(self, key: int, farewell: ServeRequest | None = None) -> None:

@@ -42,8 +42,8 @@ class Attempt(Protocol):
     def take(self) -> list[worker_pb2.WorkerGenerateResponse]:
         """What has been said since the last call, as far as one message may go."""
 
-    def resume(self, further: Iterable[worker_pb2.KnownOutput]) -> None:
-        """Draw on after what has become known."""
+    def resume(self, further: Iterable[worker_pb2.KnownOutput], *, hold: bool) -> None:
+        """Draw on after what has become known, or with `hold` only compute it."""
 
     def leave(self, *, complete: bool = False) -> None:
         """This caller reads no more. complete: nothing more need be computed, either."""
@@ -95,9 +95,9 @@ class OwnAttempt:
         """All that has been said: the stream's queue is bounded."""
         return self._context.run(list, self._exchange.responses(self.stream.drain()))
 
-    def resume(self, further: Iterable[worker_pb2.KnownOutput]) -> None:
+    def resume(self, further: Iterable[worker_pb2.KnownOutput], *, hold: bool) -> None:
         """See Attempt."""
-        self._front.resume(self.stream, known_outputs(further))
+        self._front.resume(self.stream, known_outputs(further), hold=hold)
 
     def leave(self, *, complete: bool = False) -> None:
         """Release everything."""

@@ -232,7 +232,7 @@ class EngineCore:
         if request is None:
             return
         try:
-            self.scheduler.resume(request, known_by_choice(message.further))
+            self.scheduler.resume(request, known_by_choice(message.further), hold=message.hold)
         except Refused as refusal:
             self.fail_request(message.key, refusal.code, refusal.detail)
             return

@@ -57,7 +57,7 @@ class Exchange:
                 admitted = worker_pb2.Admitted(worker_id=self._worker_id, cached_tokens=cached_tokens)
                 yield worker_pb2.WorkerGenerateResponse(admitted=admitted)
             case PreparedRequest():
-                yield worker_pb2.WorkerGenerateResponse(prepared=worker_pb2.Prepared())
+                yield worker_pb2.WorkerGenerateResponse(prepared=worker_pb2.Prepared(takes_more=True))
             case MoveRequested():
                 yield move_proto(event)
             case StaleRequest():

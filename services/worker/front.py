@@ -99,10 +99,10 @@ class Front:
             raise
         return stream
 
-    def resume(self, stream: RequestStream, further: list[KnownOutput]) -> None:
-        """Let a held request draw on after `further`; nothing when it has ended."""
+    def resume(self, stream: RequestStream, further: list[KnownOutput], *, hold: bool = False) -> None:
+        """Let a held request draw on after `further`, or with `hold` compute that; nothing when it has ended."""
         if not stream.is_ended:
-            self._engine.link.send(Resume(stream.key, further))
+            self._engine.link.send(Resume(stream.key, further, hold))
 
     def release(self, stream: RequestStream) -> None:
         """The stream's reader has gone; what the engine still does for it is aborted. Idempotent."""

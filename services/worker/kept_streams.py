@@ -133,7 +133,7 @@ class _Kept:
         if not self.log.cursors:
             self.forget("drained")
 
-    def resume(self, further: Iterable[worker_pb2.KnownOutput]) -> None:
+    def resume(self, further: Iterable[worker_pb2.KnownOutput], *, hold: bool) -> None:
         """Its starter has heard more of another attempt; the other readers are told."""
         outputs = list(further)
         responses = self._brought.responses(outputs)
@@ -141,7 +141,7 @@ class _Kept:
             self.log.say_known(responses)
         else:
             self._known += responses
-        self.own.resume(outputs)
+        self.own.resume(outputs, hold=hold)
 
     def complete(self) -> None:
         """Nothing more is to be computed; what has been said is the answer."""
@@ -213,10 +213,10 @@ class KeptReader:
         """See Attempt."""
         return self._cursor.take()
 
-    def resume(self, further: Iterable[worker_pb2.KnownOutput]) -> None:
+    def resume(self, further: Iterable[worker_pb2.KnownOutput], *, hold: bool) -> None:
         """See Attempt; for the starter alone, who has heard it."""
         if self._cursor.is_starter and not self._kept.log.is_over:
-            self._kept.resume(further)
+            self._kept.resume(further, hold=hold)
 
     def leave(self, *, complete: bool = False) -> None:
         """The attempt goes on; with complete of its starter it is not computed further."""

@@ -90,10 +90,14 @@ class Submit(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """Draw on after `further`: of a request with hold_s. Unknown keys are ignored."""
+    """Draw on after `further`: of a request with hold_s. Unknown keys are ignored.
+
+    hold: not yet; it is prepared again once it has computed that, too.
+    """
 
     key: int
     further: list[KnownOutput]
+    hold: bool = False
 
 
 class Abort(Message, frozen=True):

@@ -111,12 +111,18 @@ class Scheduler:
                 sequence.status = Status.WAITING
                 bisect.insort(self._waiting, sequence, key=_order)
 
-    def resume(self, request: Request, further: Mapping[int, Known]) -> None:
-        """Let a held request draw on after `further`. Raises Refused, and nothing is changed, where it cannot."""
+    def resume(self, request: Request, further: Mapping[int, Known], *, hold: bool = False) -> None:
+        """Let a held request draw on after `further`. Raises Refused, and nothing is changed, where it cannot.
+
+        hold: only compute that; it is prepared once more afterwards.
+        """
         if not request.is_held:
             raise Refused("INVALID_ARGUMENT", "the attempt is not held")
         check_known(request, further, self._limits.vocab_size)
-        request.held_until_s = None
+        if hold:
+            self._unprepared.add(request.key)
+        else:
+            request.held_until_s = None
         for choice, output in further.items():
             request.sequences[choice].append(output)
             request.output_tokens += len(output.tokens)

@@ -193,7 +193,7 @@ class ServeSession:
     def _resume(self, resume: worker_pb2.ResumeAttempt) -> None:
         attempt = self._attempts.get(resume.key)
         if attempt is not None:
-            attempt.resume(resume.further)
+            attempt.resume(resume.further, hold=resume.hold)
 
     def _speak(self, key: int) -> None:
         self._speaking[key] = None

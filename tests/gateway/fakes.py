@@ -87,9 +87,11 @@ class Script:
     """What a worker does with one request.
 
     `tokens` of every choice come one by one, those that are known aside; `by_choice`: of each its own. fail_after,
-    hang_after and move_after (when it would rather not go on) count what this attempt has said of each choice.
+    hang_after and move_after (when it would rather not go on) count what this attempt has said of each choice; it goes
+    on after such a wish once go_on_after is set.
     fail_held: it fails instead of being prepared. leave_held: it would rather not go on before it is. prepare_s:
-    that takes it so long. prefill_s: and the first token of one that is not held.
+    that takes it so long, every time, and not before prepare_after. takes_more: it may be told more then. prefill_s:
+    the first token of one that is not held takes it so long.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -104,6 +106,9 @@ class Script:
     fail_held: bool = False
     leave_held: bool = False
     prepare_s: float = 0.0
+    prepare_after: asyncio.Event | None = None
+    go_on_after: asyncio.Event | None = None
+    takes_more: bool = False
     prefill_s: float = 0.0
     pause_s: float = 0.0
     cached: int = 0
@@ -134,7 +139,9 @@ class FakeWorker(WorkerServicer):
     running: int = 0
     cancelled: int = 0
     streams: int = 0
-    resumes: dict[int, asyncio.Future[ResumeAttempt]] = field(default_factory=dict)
+    # How often held attempts were told more.
+    rounds: int = 0
+    resumes: dict[int, asyncio.Queue[ResumeAttempt]] = field(default_factory=dict)
     # Says nothing any more; heeds no cancels.
     frozen: bool = False
     deaf: bool = False
@@ -159,7 +166,7 @@ class FakeWorker(WorkerServicer):
                     tasks[message.start.key] = asyncio.create_task(self._attempt(message.start, outbox))
                 elif message.HasField("resume"):
                     if (resume := self.resumes.get(message.resume.key)) is not None:
-                        resume.set_result(message.resume)
+                        resume.put_nowait(message.resume)
                 elif message.HasField("attach"):
                     if self.kept is not None:
                         outbox.put_nowait(AttemptEvents(key=message.attach.key, events=[self.kept], end=AttemptEnd()))
@@ -198,7 +205,7 @@ class FakeWorker(WorkerServicer):
     async def _answer(self, script: Script, attempt: StartAttempt) -> AsyncIterator[WorkerGenerateResponse]:
         request, known = attempt.request, list(attempt.request.known)
         if request.hold_s:
-            self.resumes[attempt.key] = asyncio.get_running_loop().create_future()
+            self.resumes[attempt.key] = asyncio.Queue()
         if script.fail_before_admission is not None:
             raise Scripted(script.fail_before_admission)
         if script.mute:
@@ -210,11 +217,18 @@ class FakeWorker(WorkerServicer):
         if request.hold_s:
             if script.leave_held:
                 yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=MOVE_REASON_DRAINING))
-            await asyncio.sleep(script.prepare_s)
-            if script.fail_held:
-                raise Scripted(grpc.StatusCode.UNAVAILABLE)
-            yield WorkerGenerateResponse(prepared=Prepared())
-            known += (await self.resumes[attempt.key]).further
+            is_held = True
+            while is_held:
+                await asyncio.sleep(script.prepare_s)
+                if script.prepare_after is not None:
+                    await script.prepare_after.wait()
+                if script.fail_held:
+                    raise Scripted(grpc.StatusCode.UNAVAILABLE)
+                yield WorkerGenerateResponse(prepared=Prepared(takes_more=script.takes_more))
+                resume = await self.resumes[attempt.key].get()
+                known += resume.further
+                is_held = resume.hold
+                self.rounds += is_held
         else:
             await asyncio.sleep(script.prefill_s)
         async for message in self._output(script, request, known):
@@ -237,6 +251,8 @@ class FakeWorker(WorkerServicer):
                 await asyncio.Event().wait()
             if script.move_after is not None and start >= script.move_after:
                 yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=MOVE_REASON_DRAINING))
+                if script.go_on_after is not None:
+                    await script.go_on_after.wait()
             for choice, rest in left.items():
                 if part := rest[start : start + script.chunk]:
                     yield WorkerGenerateResponse(tokens=self._chunk(choice, part, request))

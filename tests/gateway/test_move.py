@@ -15,7 +15,7 @@ from kvmesh.v1.worker_pb2 import Completed, KnownOutput, TokenChunk, WorkerChoic
 from services.gateway.move import Move, Stage
 from services.gateway.output_record import OutputRecord
 
-MAX_TOKENS = 3
+MAX_TOKENS = 6
 
 
 def drawn(choice: int, position: int) -> int:
@@ -96,6 +96,10 @@ class Reader:
             self.target = None
             self.move.failed(self.now_s)
 
+    def tell_more(self) -> None:
+        if self.move.stage is Stage.PREPARING and self.target is not None:
+            self.target.learn(self.move.prepared())
+
     def prepare(self, unread: Sequence[WorkerGenerateResponse] | None = None) -> None:
         if self.move.stage is not Stage.PREPARING:
             return
@@ -126,7 +130,19 @@ class Reader:
             self.source = Worker(len(self.source.next), self.record.known())
 
 
-ACTIONS = ("draw", "read", "want", "tick", "grant", "prepare", "refuse", "lose_target", "lose_source", "cut")
+ACTIONS = (
+    "draw",
+    "read",
+    "want",
+    "tick",
+    "grant",
+    "tell_more",
+    "prepare",
+    "refuse",
+    "lose_target",
+    "lose_source",
+    "cut",
+)
 
 
 @settings(max_examples=250)
@@ -172,6 +188,30 @@ def test_no_token_is_lost_or_said_twice(num_choices: int, is_planned: bool, step
         else:
             assert token_ids == whole
             assert len(finishes) == 1
+
+
+def test_a_target_is_told_more_as_long_as_it_is_much_and_not_for_ever() -> None:
+    record = OutputRecord(1, 100, ())
+    move = Move(record)
+
+    def draw(count: int) -> None:
+        record.note(WorkerGenerateResponse(tokens=TokenChunk(choice=0, token_ids=range(count))))
+
+    draw(5)
+    move.wanted(0.0, 3)
+    move.asked()
+    assert [len(one.token_ids) for one in move.started()] == [5]
+    draw(2)
+    assert move.prepared() == [], "not worth another round"
+    told = []
+    draw(1)
+    while further := move.prepared():
+        told.append(len(further[0].token_ids))
+        draw(3)
+    assert told == [3] * 4
+    switch = move.switch(())
+    assert switch is not None
+    assert [len(one.token_ids) for one in switch.further] == [3], "each token is told once"
 
 
 def test_tries_come_ever_later_and_end_where_they_are_not_worth_it() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
+from google.api.httpbody_pb2 import HttpBody
 from kvmesh.v1.router_pb2 import (
     OUTCOME_CANCELLED,
     OUTCOME_OK,
@@ -19,7 +21,7 @@ from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
 from tests.gateway.conftest import ANSWER, Mesh
 from tests.gateway.fakes import Script
-from tests.gateway.test_rescue import plain, reply, variants
+from tests.gateway.test_rescue import STREAM, plain, reply, text_of, variants
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -71,6 +73,27 @@ async def test_the_source_goes_on_until_the_target_is_prepared(mesh: Mesh) -> No
     assert before > len(target.known[0].token_ids), "it said more while the target computed what was known"
     assert before + after == len(mesh.text.encode_text(ANSWER))
     assert mesh.router.dones[1].ttft_s == 0.0
+
+
+@pytest.mark.parametrize("takes_more", [True, False])
+async def test_a_target_is_told_more_until_little_is_left(mesh: Mesh, takes_more: bool) -> None:
+    """One of an earlier release is not: what it does not know it computes at the switch."""
+    asked, read = asyncio.Event(), asyncio.Event()
+    mesh.plan[:] = [
+        plain(mesh, move_after=1, go_on_after=asked, hang_after=6),
+        plain(mesh, prepare_after=read, takes_more=takes_more),
+    ]
+    rounds, raw = mesh.workers[1].rounds, ""
+    beginning = mesh.text.tokenizer.decode(mesh.text.encode_text(ANSWER)[:6])
+    async for message in mesh.openai.Completions(HttpBody(data=json.dumps(STREAM).encode())):
+        raw += message.data.decode()
+        await eventually(lambda: len(mesh.workers[1].requests) == 1)
+        asked.set()
+        if len(text_of(raw)) >= len(beginning):
+            read.set()
+    assert text_of(raw) == ANSWER
+    assert mesh.workers[1].rounds - rounds == takes_more
+    await mesh.wait_idle()
 
 
 async def test_a_target_that_fails_costs_nothing(mesh: Mesh) -> None:

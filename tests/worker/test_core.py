@@ -164,10 +164,10 @@ class CoreMachine(RuleBasedStateMachine):
             self._collect()
             assert key not in self.core.scheduler.requests
 
-    @rule(data=st.data(), further=_known)
-    def resume(self, data: st.DataObject, further: dict[int, tuple[float, bool]]) -> None:
+    @rule(data=st.data(), further=_known, hold=st.booleans())
+    def resume(self, data: st.DataObject, further: dict[int, tuple[float, bool]], hold: bool) -> None:
         if self.held:
-            self._resume(data.draw(st.sampled_from(sorted(self.held))), further)
+            self._resume(data.draw(st.sampled_from(sorted(self.held))), further, hold=hold)
 
     @rule(data=st.data())
     def finish_pull(self, data: st.DataObject) -> None:
@@ -287,9 +287,9 @@ class CoreMachine(RuleBasedStateMachine):
                 self.texts[block_id] = (prompt + expected[:count])[: (index + 1) * BLOCK_TOKENS]
         return outputs
 
-    def _resume(self, key: int, further: dict[int, tuple[float, bool]]) -> None:
-        self.held.discard(key)
-        self._handle(Resume(key, self._known_outputs(key, further)))
+    def _resume(self, key: int, further: dict[int, tuple[float, bool]], *, hold: bool = False) -> None:
+        (self.prepared if hold else self.held).discard(key)
+        self._handle(Resume(key, self._known_outputs(key, further), hold))
 
     def _step(self) -> bool:
         self.now += 0.01

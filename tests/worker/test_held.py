@@ -30,19 +30,25 @@ def moves(toy: Toy) -> list[tuple[int, str]]:
     prompt=st.lists(st.integers(0, 96), min_size=1, max_size=50),
     splits=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 39)), min_size=1, max_size=3),
     steps=st.integers(0, 12),
+    more_steps=st.integers(0, 6),
     cache=st.booleans(),
 )
 def test_a_held_attempt_goes_on_after_what_came_meanwhile(
-    prompt: list[int], splits: list[tuple[int, int]], steps: int, cache: bool
+    prompt: list[int], splits: list[tuple[int, int]], steps: int, more_steps: int, cache: bool
 ) -> None:
-    """Resumed before or after it is prepared, with further output of any length."""
+    """Told more and resumed before or after it is prepared, with further output of any length."""
     toy, whole = Toy(make_core(NUM_BLOCKS, cache=cache, max_queue_s=100.0)), expected_tokens(tuple(prompt), 40)
     cuts = [sorted(split) for split in splits]
     known = [known_output(choice, whole[:first]) for choice, (first, _) in enumerate(cuts)]
     toy.tell(submit(1, prompt, 40, num_choices=len(cuts), known=known, **HOLD))
     toy.run(steps)
     assert not any(toy.tokens(1, choice) for choice in range(len(cuts)))
-    further = [known_output(choice, whole[first:last]) for choice, (first, last) in enumerate(cuts)]
+    more = [(first + last) // 2 for first, last in cuts]
+    halves = [known_output(choice, whole[cuts[choice][0] : end]) for choice, end in enumerate(more)]
+    toy.tell(Resume(1, halves, hold=True))
+    toy.run(more_steps)
+    assert not any(toy.tokens(1, choice) for choice in range(len(cuts)))
+    further = [known_output(choice, whole[end : cuts[choice][1]]) for choice, end in enumerate(more)]
     toy.tell(Resume(1, further))
     toy.run()
     assert [toy.tokens(1, choice) for choice in range(len(cuts))] == [whole[last:] for _, last in cuts]
@@ -72,6 +78,20 @@ def test_prepared_is_all_but_one_token_and_said_once() -> None:
     toy.run()
     assert prepared(toy) == [1]
     assert [toy.tokens(1, choice) for choice in (0, 1)] == [whole[15:], whole[3:]]
+
+
+def test_what_is_told_more_is_prepared_again() -> None:
+    toy, whole = Toy(), expected_tokens(tuple(PROMPT), 40)
+    toy.tell(submit(1, PROMPT, 40, **HOLD))
+    toy.run()
+    toy.tell(Resume(1, [known_output(0, whole[:20])], hold=True))
+    (chunk,) = toy.core.schedule(toy.now)
+    assert (chunk.length, chunk.draws) == (20, False), "all but the last, which a draw follows"
+    toy.run()
+    assert prepared(toy) == [1, 1]
+    toy.tell(Resume(1, [known_output(0, whole[20:21], finished=True)], hold=True))
+    assert toy.usage(1).known_tokens == 21, "nothing is left to wait for"
+    assert toy.core.is_idle
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 32, 33])

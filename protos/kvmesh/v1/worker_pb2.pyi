@@ -283,12 +283,17 @@ class Prepared(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TAKES_MORE_FIELD_NUMBER: _builtins.int
+    takes_more: _builtins.bool
+    """It takes a ResumeAttempt with hold."""
     def __init__(
         self,
+        *,
+        takes_more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["takes_more", b"takes_more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -436,13 +441,16 @@ Global___ServeRequest: _TypeAlias = ServeRequest  # noqa: Y015
 
 @_typing.final
 class ResumeAttempt(_message.Message):
-    """Draw on from here: of an attempt with hold_s."""
+    """Draw on from here: of an attempt with hold_s, whose time goes on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
     FURTHER_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
     key: _builtins.int
+    hold: _builtins.bool
+    """Compute that as well, say Prepared again, and still draw nothing."""
     @_builtins.property
     def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___KnownOutput]:
         """What has become known since its start, in the terms of WorkerGenerateRequest.known: only what is new."""
@@ -452,10 +460,11 @@ class ResumeAttempt(_message.Message):
         *,
         key: _builtins.int = ...,
         further: _abc.Iterable[Global___KnownOutput] | None = ...,
+        hold: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["further", b"further", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["further", b"further", "hold", b"hold", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
