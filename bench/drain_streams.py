@@ -16,6 +16,7 @@ from bench.load import FIRST_TOKEN_ID, LAST_TOKEN_ID
 from services.common.models import DEFAULT_MODEL
 
 _TIMEOUT_S = 300.0
+_RETRY_S = 0.5
 
 
 @dataclass(slots=True)
@@ -41,16 +42,27 @@ def body_of(number: int, prompt_tokens: int, output_tokens: int) -> dict[str, An
 
 
 async def follow(port: int, body: dict[str, Any], stream: Stream) -> None:
-    """Read an answer to its end; what fails is in the stream."""
+    """Read an answer to its end; what fails is in the stream. One that is refused for now is sent again."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            async for data in completion_events(port, body):
-                stream.times_s.append(time.monotonic())
-                _take(stream, data)
+            while not await _is_served(port, body, stream):
+                await asyncio.sleep(_RETRY_S)
     except (OSError, TimeoutError, EOFError) as error:
         stream.error = f"{type(error).__name__}: {error}"
     if not stream.is_done and not stream.error:
         stream.error = "the stream ended early"
+
+
+async def _is_served(port: int, body: dict[str, Any], stream: Stream) -> bool:
+    try:
+        async for data in completion_events(port, body):
+            stream.times_s.append(time.monotonic())
+            _take(stream, data)
+    except ConnectionError as error:
+        if stream.times_s or " 503 " not in str(error):
+            raise
+        return False
+    return True
 
 
 async def wait_for_events(streams: Sequence[Stream], count: int) -> None:

@@ -62,6 +62,9 @@ class WorkerSettings(ServiceSettings):
         None, description="JSON file with the four figures of a real worker, from bench.sim_calibration."
     )
     sim_speed: float = Field(1.0, gt=0, description="Of a simulated worker: everything happens so many times as fast.")
+    sim_transfers: bool = Field(
+        False, description="Of a simulated worker: give and pull blocks, all zeros, through a mover as real ones do."
+    )
     role: Literal["both", "prefill", "decode"] = Field(
         "both",
         description="prefill: only compute prompts, for workers that take over; decode: take over, or do all.",

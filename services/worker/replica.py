@@ -75,9 +75,7 @@ async def start_replica(
     engine_ready = _of_revision(
         await _first_message(engine, EngineReady, settings.start_timeout_s, progress), settings.revision
     )
-    mover = await _start_mover(settings, parts, engine_ready, worker_id, epoch)
-    stack.push_async_callback(mover.end)
-    mover_ready = await _first_message(mover, MoverReady, _MOVER_TIMEOUT_S)
+    mover, mover_ready = await _running_mover(settings, parts, engine_ready, worker_id, epoch, stack)
     return Replica(worker_id, epoch, source, engine, engine_ready, mover, mover_ready)
 
 
@@ -92,11 +90,18 @@ async def _start_simulated(
     # A worker that computes has the engine's modules in another process.
     from services.worker.engine.sim import NoMover, start_simulation
 
-    # Nothing is inherited: both ends of every link are in this process.
+    # The engine inherits nothing: it is in this process.
     config = engine_config(settings, source, worker_id, front_fd=-1, mover_fd=-1, pool_fd=-1)
-    engine, ready = await start_simulation(settings, source, config, secret.block_key, stack)
+    if not settings.sim_transfers:
+        engine, ready = await start_simulation(settings, source, config, secret.block_key, stack)
+        ready = _of_revision(ready, settings.revision)
+        return Replica(worker_id, epoch, source, engine, ready, NoMover(), MoverReady("", "", ""))
+    parts = SharedParts()
+    stack.callback(parts.close)
+    engine, ready = await start_simulation(settings, source, config, secret.block_key, stack, parts)
     ready = _of_revision(ready, settings.revision)
-    return Replica(worker_id, epoch, source, engine, ready, NoMover(), MoverReady("", "", ""))
+    mover, mover_ready = await _running_mover(settings, parts, ready, worker_id, epoch, stack)
+    return Replica(worker_id, epoch, source, engine, ready, mover, mover_ready)
 
 
 def revised_digest(digest: bytes, revision: str) -> bytes:
@@ -215,6 +220,19 @@ def engine_config(
         repush_bytes_per_s=settings.repush_bytes_per_s,
         max_served_blocks=settings.max_served_blocks,
     )
+
+
+async def _running_mover(
+    settings: WorkerSettings,
+    parts: SharedParts,
+    ready: EngineReady,
+    worker_id: str,
+    epoch: int,
+    stack: AsyncExitStack,
+) -> tuple[Child, MoverReady]:
+    mover = await _start_mover(settings, parts, ready, worker_id, epoch)
+    stack.push_async_callback(mover.end)
+    return mover, await _first_message(mover, MoverReady, _MOVER_TIMEOUT_S)
 
 
 async def _start_mover(

@@ -60,9 +60,10 @@ class Stream:
     async def cancel(self, key: int) -> None:
         await self.call.write(worker_pb2.ServeRequest(cancel=key))
 
-    async def resume(self, key: int, further: dict[int, list[int]]) -> None:
+    async def resume(self, key: int, further: dict[int, list[int]], *, hold: bool = False) -> None:
         known = [worker_pb2.KnownOutput(choice=choice, token_ids=tokens) for choice, tokens in further.items()]
-        await self.call.write(worker_pb2.ServeRequest(resume=worker_pb2.ResumeAttempt(key=key, further=known)))
+        resume = worker_pb2.ResumeAttempt(key=key, further=known, hold=hold)
+        await self.call.write(worker_pb2.ServeRequest(resume=resume))
 
     async def is_over(self) -> bool:
         """Whether the stream ends without another message."""

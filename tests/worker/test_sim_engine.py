@@ -233,6 +233,7 @@ def test_a_calibration_that_is_none(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--sim-transfers", "true"), "sim_transfers=True: needs engine='sim'"),
         (("--sim-speed", "2"), "sim_speed=2.0: needs engine='sim'"),
         (("--engine", "sim", "--threads", "2"), "threads=2: a simulated worker has no such thing"),
         (("--engine", "sim", "--push", "off"), "push='off': a simulated worker"),

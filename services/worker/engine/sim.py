@@ -1,13 +1,15 @@
 """A simulated engine in the front's own process: the real loop, core and pool on a thread, over a runner that sleeps.
 
 There is no pool in memory and no mover. Nothing is pushed, the replica names no address to pull from, and a pull that
-it is asked for brings nothing, so that its blocks are computed.
+it is asked for brings nothing, so that its blocks are computed. With sim_transfers there are both, as in a worker that
+computes: blocks of zeros are pulled, waited for and verified, and moves and handoffs cost what they cost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import threading
 from contextlib import AsyncExitStack
@@ -20,6 +22,8 @@ from services.common.blocks import BLOCK_TOKENS, tagged
 from services.common.models import ModelSource
 from services.common.time_model import TimeModel
 from services.common.tokenizer_digest import tokenizer_digest
+from services.worker.block_transfers import SharedTransfers
+from services.worker.children import SharedParts
 from services.worker.config import WorkerSettings
 from services.worker.core import EngineCore
 from services.worker.engine.config import EngineConfig
@@ -150,9 +154,17 @@ class NoTransfers:
 
 
 async def start_simulation(
-    settings: WorkerSettings, source: ModelSource, config: EngineConfig, block_key: bytes, stack: AsyncExitStack
+    settings: WorkerSettings,
+    source: ModelSource,
+    config: EngineConfig,
+    block_key: bytes,
+    stack: AsyncExitStack,
+    parts: SharedParts | None = None,
 ) -> tuple[SimEngine, EngineReady]:
-    """Start the engine's thread, to be ended with the stack. Raises StartFailed, ConfigurationError."""
+    """Start the engine's thread, to be ended with the stack. Raises StartFailed, ConfigurationError.
+
+    parts: what it shares with a mover, whose pool is sized here; None: there is none.
+    """
     model, times = await asyncio.to_thread(read_sim_model, source), time_model(settings)
     layout = KvLayout(model.shape.num_kv_heads, model.shape.num_layers, model.shape.head_dim, settings.dtype)
     num_blocks = settings.num_blocks or layout.num_blocks(settings.kv_cache_bytes or _DEFAULT_POOL_BYTES)
@@ -168,17 +180,25 @@ async def start_simulation(
     rates = Rates(times.prefill_tokens_per_s, times.step_s(0, 1))
     core = EngineCore(limits, num_blocks, block_key, rates, LinkRates(layout.block_bytes, settings.pull_half_life_s))
     front_end, engine_end = socket.socketpair()
-    # The loop waits on a mover's link as well; the other end stays open and silent.
-    mover_end, silent_end = socket.socketpair()
+    mover_end = _silent_mover(stack) if parts is None else parts.engine_end
+    transfers = NoTransfers() if parts is None else SharedTransfers()
+    if parts is not None:
+        os.ftruncate(parts.pool_fd, num_blocks * layout.block_bytes)
     front: Link[Message] = Link(engine_end, FromFrontToEngine)
     mover: Link[Message] = Link(mover_end, FromMoverToEngine)
-    stack.callback(silent_end.close)
     engine = SimEngine(await AsyncLink.open(front_end, FromEngineToFront))
     stack.push_async_callback(engine.end)
     runner = SimRunner(times, model.words)
-    engine.start(EngineLoop(core, runner, front, mover, transfers=NoTransfers()), front, mover_end)
-    context = limits.scheduler.max_context
-    return engine, _ready(settings, source, model, layout, context, num_blocks, times)
+    engine.start(EngineLoop(core, runner, front, mover, transfers=transfers), front, mover_end)
+    context, slots = limits.scheduler.max_context, 0 if parts is None else num_blocks
+    return engine, _ready(settings, source, model, layout, context, num_blocks, times, transfer_slots=slots)
+
+
+def _silent_mover(stack: AsyncExitStack) -> socket.socket:
+    """The loop waits on a mover's link as well; the other end stays open and says nothing."""
+    mover_end, silent_end = socket.socketpair()
+    stack.callback(silent_end.close)
+    return mover_end
 
 
 def _ready(
@@ -189,6 +209,8 @@ def _ready(
     context: int,
     num_blocks: int,
     times: TimeModel,
+    *,
+    transfer_slots: int,
 ) -> EngineReady:
     return EngineReady(
         model_digest=sim_digest(source, model, context, settings),
@@ -202,7 +224,7 @@ def _ready(
         prefill_tokens_per_s=times.prefill_tokens_per_s,
         decode_step_s=times.step_s(0, 1),
         block_shape=list(layout.block_shape),
-        transfer_slots=0,
+        transfer_slots=transfer_slots,
         memory=_no_memory(layout, num_blocks, context),
     )
 
