@@ -45,7 +45,7 @@ async def follow(port: int, body: dict[str, Any], stream: Stream) -> None:
     """Read an answer to its end; what fails is in the stream. One that is refused for now is sent again."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            while not await _is_served(port, body, stream):
+            while not await _is_served(port, body, stream):  # noqa: ASYNC110
                 await asyncio.sleep(_RETRY_S)
     except (OSError, TimeoutError, EOFError) as error:
         stream.error = f"{type(error).__name__}: {error}"
