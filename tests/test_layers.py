@@ -17,7 +17,7 @@ OWNERS = {
     "ucxx": ("services/common/transfer", "services/worker/mover", "services/kvstore"),
     "torch": ("services/worker", "kernels"),
     "triton": ("kernels",),
-    "llguidance": ("services/gateway", "services/worker"),
+    "llguidance": ("services/common/grammars", "services/gateway", "services/worker"),
 }
 
 

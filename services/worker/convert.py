@@ -156,6 +156,7 @@ def _sampling(proto: common_pb2.SamplingParams) -> Sampling:
         repetition_penalty=proto.repetition_penalty or 1.0,
         logit_bias=dict(proto.logit_bias),
         num_logprobs=proto.num_logprobs if proto.HasField("num_logprobs") else None,
+        grammar=proto.grammar,
     )
 
 

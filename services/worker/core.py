@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from services.common.blocks import BLOCK_TOKENS, BlockId, join_ids
 from services.worker.admission import SchedulerLimits
 from services.worker.block_pool import BlockPool
-from services.worker.draws import DrawRow, Draws
+from services.worker.drawing import draw_rows, output_of
+from services.worker.draws import Draws
 from services.worker.engine_load import engine_load
 from services.worker.engine_messages import BlockChanges, DrainEngine, EngineLoad, PushTarget
 from services.worker.errors import QueueFull, Refused
+from services.worker.following import GrammarSource
 from services.worker.link_rates import LinkRates
 from services.worker.messages import (
     Abort,
@@ -25,7 +27,6 @@ from services.worker.messages import (
     ChoiceOutput,
     Message,
     MoveRequested,
-    PositionLogprob,
     PreparedRequest,
     RequestAborted,
     RequestFailed,
@@ -57,13 +58,25 @@ class CoreLimits:
 class EngineCore:
     """Scheduler, pool and transfers of one replica behind messages."""
 
-    def __init__(self, limits: CoreLimits, num_blocks: int, block_key: bytes, rates: Rates, links: LinkRates) -> None:
+    draw_rows = staticmethod(draw_rows)
+
+    def __init__(
+        self,
+        limits: CoreLimits,
+        num_blocks: int,
+        block_key: bytes,
+        rates: Rates,
+        links: LinkRates,
+        grammars: GrammarSource | None = None,
+    ) -> None:
+        """grammars: None where draws cannot follow any; requests with one are refused."""
         self.to_front: list[Message] = []
         self.to_mover: list[Message] = []
         # Set at admissions and finishes; the owner sends a load and clears it.
         self.load_changed = False
         self.rates = rates
         self._links = links
+        self._grammars = grammars
         self.pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(limits.scheduler, self.pool, block_key)
         # Transfers may not take so many slots that nothing else runs.
@@ -123,20 +136,31 @@ class EngineCore:
         for key in held:
             self.fail_request(key, "ABORTED", "the attempt was held and not resumed in time")
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether there will be grammars to take."""
+        return self._grammars is not None and not self._grammars.is_settled
+
+    def take_grammars(self) -> None:
+        """Let the requests go on whose grammars have been compiled, and end those whose grammars cannot be."""
+        for key, outcome in self._grammars.take() if self._grammars is not None else ():
+            request = self.scheduler.requests.get(key)
+            if request is None:
+                continue
+            if isinstance(outcome, str):
+                self.fail_request(key, "INVALID_ARGUMENT", outcome)
+                continue
+            for sequence in request.sequences:
+                sequence.follower = outcome.follower()
+            request.awaits_grammar = False
+            self._enqueue(request)
+
     def schedule(self, now: float) -> list[Chunk]:
         """What to compute next; empty when there is nothing."""
         chunks = self.scheduler.schedule(self._step_tokens, now)
         self.to_front += [PreparedRequest(key) for key in self.scheduler.take_prepared()]
         self.to_front += [MoveRequested(key, reason) for key, reason in self.scheduler.moves.take()]
         return chunks
-
-    @staticmethod
-    def draw_rows(chunks: Sequence[Chunk]) -> list[DrawRow]:
-        """How to draw the tokens of a step, one row for each chunk that draws."""
-        return [
-            DrawRow(s.request.sampling, s.choice, s.num_tokens, s.request.prompt, s.tokens[s.num_prompt : s.num_tokens])
-            for s in (chunk.sequence for chunk in chunks if chunk.draws)
-        ]
 
     @property
     def _step_tokens(self) -> int:
@@ -147,8 +171,11 @@ class EngineCore:
         """Take in the result of a step that took `step_s`; row i of `draws` is of the i-th chunk that draws."""
         drawing = [chunk for chunk in chunks if chunk.draws]
         for chunk, token in zip(drawing, draws.tokens, strict=True):
-            if token is None:
-                self.fail_request(chunk.sequence.request.key, "INTERNAL", "the model's output is not a number")
+            key, follower = chunk.sequence.request.key, chunk.sequence.follower
+            if follower is not None and follower.failure:
+                self.fail_request(key, "INVALID_ARGUMENT", follower.failure)
+            elif token is None:
+                self.fail_request(key, "INTERNAL", "the model's output is not a number")
         tokens = iter(draws.tokens)
         advances = self.scheduler.commit(chunks, [next(tokens) if c.draws else None for c in chunks], now)
         logprobs = {id(c.sequence): p for c, p in zip(drawing, draws.logprobs, strict=True) if p is not None}
@@ -158,7 +185,7 @@ class EngineCore:
             self._offer(advance, now)
             if advance.token is None:
                 continue
-            choices.append(_output_of(advance, advance.token, logprobs.get(id(advance.sequence))))
+            choices.append(output_of(advance, advance.token, logprobs.get(id(advance.sequence))))
             if advance.finish and self.scheduler.finish(advance.sequence):
                 completed.append(usage_of(advance.sequence.request))
         if choices:
@@ -200,12 +227,18 @@ class EngineCore:
         cached = (hits + (len(pull.slots) if pull else 0)) * BLOCK_TOKENS
         self.to_front.append(AdmittedRequest(message.key, min(cached, len(request.prompt))))
         self.load_changed = True
+        if pull is not None:
+            request.awaits_pull = True
+            self.to_mover.append(pull)
         if request.is_finished:
             self._complete(request)
-        elif pull is None:
-            self.scheduler.enqueue(request)
+            return
+        if request.sampling.grammar and self._grammars is not None:
+            request.awaits_grammar = True
+            self._grammars.begin(request.key, request.sampling.grammar)
+            self.take_grammars()
         else:
-            self.to_mover.append(pull)
+            self._enqueue(request)
 
     def _admitted(self, message: Submit, now: float) -> tuple[Request, int]:
         """The request, now the scheduler's, and its leading blocks that are here. Raises Refused and QueueFull."""
@@ -213,6 +246,8 @@ class EngineCore:
             raise Refused("UNAVAILABLE", "the worker is draining")
         if message.deadline_s <= 0:
             raise Refused("DEADLINE_EXCEEDED", "the deadline passed before the request arrived")
+        if message.sampling.grammar and self._grammars is None:
+            raise Refused("INVALID_ARGUMENT", "this worker's answers follow no grammars")
         request = request_of(message, now)
         return request, self.scheduler.admit(request, self.rates.prefill_tokens_per_s)
 
@@ -255,6 +290,11 @@ class EngineCore:
         # Routers count what is in flight.
         self.load_changed = True
         if request is not None:
+            request.awaits_pull = False
+            self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        if not request.awaits_pull and not request.awaits_grammar:
             self.scheduler.enqueue(request)
 
     def _remove(self, key: int) -> bool:
@@ -291,9 +331,3 @@ class EngineCore:
         if adds or removes:
             self.transfers.pushes.forget(removes)
             self.to_front.append(BlockChanges(join_ids(adds), join_ids(removes)))
-
-
-def _output_of(advance: Advance, token: int, logprob: PositionLogprob | None) -> ChoiceOutput:
-    sequence = advance.sequence
-    logprobs = [] if logprob is None else [logprob]
-    return ChoiceOutput(sequence.request.key, sequence.choice, [token], logprobs, advance.finish)

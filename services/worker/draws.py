@@ -12,13 +12,17 @@ from services.worker.messages import PositionLogprob, Sampling
 
 @dataclass(frozen=True, slots=True)
 class DrawRow:
-    """What row i of the logits is drawn with. position: index of the drawn token in its sequence."""
+    """What row i of the logits is drawn with. position: index of the drawn token in its sequence.
+
+    allowed: bool [vocab_size], the tokens that a grammar allows; None: all.
+    """
 
     sampling: Sampling
     choice: int
     position: int
     prompt: npt.NDArray[np.int32]
     output: npt.NDArray[np.int32]
+    allowed: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None
+    grammar: str = ""
 
 
 class HolderRun(msgspec.Struct, frozen=True, array_like=True):

@@ -1,10 +1,11 @@
 """Draws tokens from logits, doing only what a row asks for.
 
-Order, as in most servers: repetition, presence and frequency penalties and bias on the logits; temperature; then top_k,
-top_p (of what top_k left) and min_p, each as a threshold on the weights, so that tokens tied at a threshold all stay.
-The draw is one uniform number, inverted through the cumulative weights in token order. That number is a hash of
-(seed, choice, position) and rows are worked on one by one: no result depends on other rows of the step. NumPy over the
-few tokens that can matter takes a tenth of what torch takes over whole rows (`bench/engine_loop.py`).
+Order, as in most servers: what a grammar forbids is taken out; repetition, presence and frequency penalties and bias on
+the logits; temperature; then top_k, top_p (of what top_k left) and min_p, each as a threshold on the weights, so that
+tokens tied at a threshold all stay. The draw is one uniform number, inverted through the cumulative weights in token
+order. That number is a hash of (seed, choice, position) and rows are worked on one by one: no result depends on other
+rows of the step. NumPy over the few tokens that can matter takes a tenth of what torch takes over whole rows
+(`bench/engine_loop.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[DrawRow]) -> Draws:
     """Draw from float32 logits [len(rows), vocab_size], which are left as they are."""
     if not rows:
         return Draws([], [])
+    logits = _permit(logits, rows)
     values: Floats = _adjust(logits, rows).numpy()
     # NumPy's argmax takes a sixth of torch's time; both return the first of equal maxima.
     best = np.argmax(values, axis=1)
@@ -56,6 +58,17 @@ def uniform(seed: int, choice: int, position: int) -> float:
     """The number in [0, 1) that the draw of one token uses: 52 bits of BLAKE2b over the three."""
     digest = blake2b(_DRAW.pack(seed, choice, position), digest_size=8, person=b"kvm draw").digest()
     return float((int.from_bytes(digest, "little") >> 12) * 2.0**-52)
+
+
+def _permit(logits: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor:
+    """Minus infinity where a grammar does not allow a token; the same tensor when no row has one."""
+    allowed = {i: row.allowed for i, row in enumerate(rows) if row.allowed is not None}
+    if not allowed:
+        return logits
+    permitted = logits.clone()
+    for i, tokens in allowed.items():
+        permitted[i].masked_fill_(torch.from_numpy(~tokens), -torch.inf)
+    return permitted
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor:
@@ -176,7 +189,7 @@ def _inverse_cdf(weights: Doubles, share: float) -> int:
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], rows: Sequence[DrawRow]) -> list[PositionLogprob | None]:
-    """Log probabilities of the model's own distribution for the rows that want them."""
+    """Log probabilities for the rows that want them, of the model's own distribution over the tokens permitted."""
     result: list[PositionLogprob | None] = [None] * len(rows)
     wanted = {i: count for i, row in enumerate(rows) if (count := row.sampling.num_logprobs) is not None}
     if not wanted:
@@ -185,7 +198,8 @@ def _logprobs(logits: torch.Tensor, tokens: Sequence[int], rows: Sequence[DrawRo
     for row, (i, count) in zip(log_probs, wanted.items(), strict=True):
         top: list[tuple[int, float]] = []
         if count:
-            best = row.topk(min(count, row.shape[0]))
+            allowed = rows[i].allowed
+            best = row.topk(min(count, row.shape[0] if allowed is None else int(np.count_nonzero(allowed))))
             values = best.values.clamp(min=MIN_LOGPROB).tolist()
             top = list(zip(best.indices.tolist(), values, strict=True))
         result[i] = PositionLogprob(max(float(row[tokens[i]]), MIN_LOGPROB), top)

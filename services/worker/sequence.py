@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.blocks import BLOCK_TOKENS, BlockId
+from services.worker.following import Follower
 from services.worker.messages import HolderRun, Sampling
 
 Int32Array = npt.NDArray[np.int32]
@@ -70,6 +71,9 @@ class Request:
     # Tier of the blocks that a pull brought, by block index.
     pulled_tiers: dict[int, str] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    # What its sequences wait for before they are enqueued.
+    awaits_pull: bool = False
+    awaits_grammar: bool = False
     # The prompt has been computed; siblings of the leader hit its blocks from now on.
     prefilled: bool = False
     pull_s: float = 0.0
@@ -124,6 +128,7 @@ class Sequence:
     __slots__ = (
         "block_ids",
         "choice",
+        "follower",
         "num_computed",
         "num_registered",
         "num_tokens",
@@ -150,6 +155,8 @@ class Sequence:
         # `slots` as the runner wants them.
         self.table = np.full(blocks_for(len(self.tokens)), -1, dtype=np.int32)
         self.status = Status.WAITING
+        # Of the request's grammar, from before anything is drawn.
+        self.follower: Follower | None = None
         if known is not None:
             self.append(known)
 
@@ -172,6 +179,11 @@ class Sequence:
     def num_output(self) -> int:
         """Output tokens so far."""
         return self.num_tokens - len(self.request.prompt)
+
+    @property
+    def output(self) -> Int32Array:
+        """Output tokens so far, a view."""
+        return self.tokens[len(self.request.prompt) : self.num_tokens]
 
     @property
     def num_missing(self) -> int:

@@ -8,6 +8,7 @@ from services.common.blocks import BlockId, chain_block_ids
 from services.worker.admission import SchedulerLimits
 from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.batch import StepBuilder
+from services.worker.following import GrammarSource
 from services.worker.link_rates import LinkRates
 from services.worker.messages import KnownOutput, Sampling, StepOutput, Submit
 from services.worker.pushes import PushPolicy
@@ -53,6 +54,7 @@ def make_core(
     cache: bool = True,
     max_queue_s: float = 0.5,
     push_policy: PushPolicy = "write_through",
+    grammars: GrammarSource | None = None,
 ) -> EngineCore:
     limits = CoreLimits(
         SchedulerLimits(CONTEXT, VOCAB, max_running=max_running, max_queue_s=max_queue_s, prefix_cache=cache),
@@ -60,7 +62,7 @@ def make_core(
         step_token_budget=budget,
         target_step_s=1.0,
     )
-    return EngineCore(limits, num_blocks, KEY, Rates(1000.0, 0.01), LinkRates(1000))
+    return EngineCore(limits, num_blocks, KEY, Rates(1000.0, 0.01), LinkRates(1000), grammars)
 
 
 def run_to_end(core: EngineCore, runner: ToyRunner) -> dict[int, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -143,6 +144,34 @@ def test_uniform_depends_on_each_part_alone() -> None:
     assert len(draws) == 1000
     assert all(0 <= u < 1 for u in draws)
     assert uniform(1, 2, 3) == uniform(1, 2, 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_what_a_grammar_allows_is_drawn(temperature: float) -> None:
+    allowed = np.zeros(50, dtype=np.bool_)
+    allowed[[7, 30, 31]] = True
+    sampling = Sampling(temperature=temperature, seed=5, logit_bias={8: 100.0}, num_logprobs=5, presence_penalty=1.0)
+    rows = [replace(row(sampling, position, output=[30]), allowed=allowed) for position in range(40)]
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)).repeat(40, 1)
+    before = logits.clone()
+    draws = draw_tokens(logits, rows)
+    drawn = {token for token in draws.tokens if token is not None}
+    assert torch.equal(logits, before)
+    assert drawn <= {7, 30, 31}
+    assert len(drawn) == (1 if temperature == 0 else 3)
+    for token, logprob in zip(draws.tokens, draws.logprobs, strict=True):
+        assert token is not None
+        assert logprob is not None
+        # Of the model's distribution over what is allowed, which alone is listed.
+        assert {other for other, _ in logprob.top} == {7, 30, 31}
+        assert sum(math.exp(value) for _, value in logprob.top) == pytest.approx(1.0)
+        assert dict(logprob.top)[token] == pytest.approx(logprob.logprob)
+
+
+def test_a_row_without_a_grammar_draws_as_if_it_were_alone() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
+    free, held = row(Sampling(seed=5)), replace(row(Sampling(seed=5)), allowed=np.arange(50) == 9)
+    assert draw_tokens(logits, [free, held]).tokens == [draw_tokens(logits[:1], [free]).tokens[0], 9]
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:

@@ -9,18 +9,24 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import structlog
 import torch
+from llguidance import LLTokenizer
 
+from services.common.grammars import grammar_tokenizer
+from services.common.models import ModelSource
 from services.common.process import die_with_parent
 from services.common.settings import ConfigurationError
 from services.common.telemetry import configure_logging
+from services.common.text.model_tokenizer import load_tokenizer
 from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.benchmark import Benchmark, measure
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.gpu import DeviceUnavailable
+from services.worker.engine.grammars import Grammars
 from services.worker.engine.limits import core_limits
 from services.worker.engine.load_progress import memory_figures
 from services.worker.engine.loop import EngineLoop
@@ -91,8 +97,14 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     gc.freeze()
     front.send(_ready(opened, limits, speed))
     links = LinkRates(spec.layout.block_bytes, config.pull_half_life_s)
-    core = EngineCore(limits, spec.num_blocks, block_key, rates, links)
+    grammars = Grammars(lambda: _grammar_tokenizer(config, spec.vocab_size), spec.vocab_size)
+    core = EngineCore(limits, spec.num_blocks, block_key, rates, links, grammars)
     return EngineLoop(core, Sampled(runner), front, mover, transfers=opened.transfers)
+
+
+def _grammar_tokenizer(config: EngineConfig, vocab_size: int) -> LLTokenizer:
+    loaded = load_tokenizer(ModelSource("", Path(config.model_path)))
+    return grammar_tokenizer(loaded.tokenizer, loaded.eos_token_ids, vocab_size)
 
 
 def _ready(opened: OpenReplica, limits: CoreLimits, speed: Benchmark) -> EngineReady:

@@ -28,7 +28,7 @@ from services.worker.scheduler import Chunk
 LOAD_EVERY_S = 0.1
 # While there are no requests: often enough for the silence of a second to mean something.
 IDLE_LOAD_EVERY_S = 0.2
-# While copies of blocks are under way, which nothing tells the loop of.
+# While copies of blocks are under way, or grammars are compiled, of whose end nothing tells the loop.
 _LOOK_EVERY_S = 0.001
 # A runner that fails this often in a row is not coming back; the replica restarts.
 MAX_FAILED_STEPS = 5
@@ -76,7 +76,8 @@ class EngineLoop:
             progressed = self.turn()
             if not progressed:
                 wait_s = self._next_load_s - self._clock()
-                wait_s = wait_s if self._transfers.is_settled else min(wait_s, _LOOK_EVERY_S)
+                if self._core.is_compiling or not self._transfers.is_settled:
+                    wait_s = min(wait_s, _LOOK_EVERY_S)
                 wait_links([self._front, self._mover], max(0.0, wait_s))
 
     def turn(self) -> bool:
@@ -88,6 +89,7 @@ class EngineLoop:
         self._transfers.poll(self._clock())
         self._exchange()
         now = self._clock()
+        self._core.take_grammars()
         self._core.expire(now)
         chunks = self._core.schedule(now)
         started = bool(chunks) and self._start(chunks)
