@@ -117,6 +117,13 @@ class GatewayServer:
             "Versions with traffic that no worker is ready for: others get their requests.",
             lambda: len(catalog.unserved),
         )
+        metrics.observe_gauge("kvmesh_gateway_open_attempts", "Attempts at workers in flight.", self.channels.users)
+        metrics.observe_gauge(
+            "kvmesh_gateway_open_asks", "Asks that no router has answered.", lambda: self.router.num_pending
+        )
+        metrics.observe_gauge(
+            "kvmesh_gateway_open_records", "Idempotency records being written.", lambda: self.keyed.num_open
+        )
         return Core(
             keys=KeyRing(settings.keys_file),
             generations=self._generations,

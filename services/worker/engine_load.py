@@ -46,4 +46,6 @@ def engine_load(
         holders=holders,
         pulls_skipped=dict(transfers.pulls_skipped),
         pulls_cut=transfers.pulls_cut,
+        held_requests=sum(request.is_held for request in requests),
+        pins=len(transfers.pins),
     )

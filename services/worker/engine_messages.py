@@ -103,7 +103,8 @@ class EngineLoad(Message, frozen=True):
     pushes_dropped: blocks not offered for want of room. pushes_deferred: times that a completed block had to wait for
     the turn of its ancestors at a new node. pulls_skipped: planned pulls that did not begin, by reason. pulls_cut:
     pulls given up for falling behind. staging_waits, staging_short_blocks: transfers that waited for room in staging
-    and blocks that were not transferred for want of it, by use.
+    and blocks that were not transferred for want of it, by use. held_requests: that wait to be resumed. pins: pulls by
+    others that hold blocks here or wait for them.
     """
 
     progress: int
@@ -129,6 +130,8 @@ class EngineLoad(Message, frozen=True):
     pulls_cut: int = 0
     staging_waits: dict[str, int] = msgspec.field(default_factory=dict)
     staging_short_blocks: dict[str, int] = msgspec.field(default_factory=dict)
+    held_requests: int = 0
+    pins: int = 0
 
 
 class BlockChanges(Message, frozen=True):

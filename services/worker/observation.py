@@ -122,6 +122,8 @@ _LOAD_GAUGES: dict[str, Callable[[EngineLoad], float]] = {
     "kvmesh_worker_free_blocks": lambda load: load.free_blocks - load.cached_blocks,
     "kvmesh_worker_cached_blocks": lambda load: load.cached_blocks,
     "kvmesh_worker_referenced_blocks": lambda load: load.referenced_blocks,
+    "kvmesh_worker_held_requests": lambda load: load.held_requests,
+    "kvmesh_worker_pins": lambda load: load.pins,
     "kvmesh_worker_prefill_tokens_per_s": lambda load: load.prefill_tokens_per_s,
     "kvmesh_worker_decode_step_s": lambda load: load.decode_step_s,
 }

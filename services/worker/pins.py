@@ -25,10 +25,14 @@ class Pins:
         self._held: dict[int, list[int]] = {}
         self._waiting: dict[int, list[BlockId]] = {}
 
+    def __len__(self) -> int:
+        """Pins that hold blocks or wait."""
+        return len(self._held) + len(self._waiting)
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held and nobody waits."""
-        return not (self._held or self._waiting)
+        return not len(self)
 
     def pin(self, wanted: PinBlocks, is_coming: Callable[[BlockId], bool]) -> PinnedSlots | None:
         """Hold the leading wanted blocks that are here; None when the pin waits for the first of them.
