@@ -100,6 +100,9 @@ class Placer:
         present = self._table.present(now_s)
         model = self._table.model_number(ask.model, ask.model_digest)
         candidates = able_candidates(ask, self._table, present, model)
+        if stands_in := not len(candidates.rows):
+            # Whoever is there for prompts answers, too, before a request has nobody.
+            candidates = able_candidates(ask, self._table, present, model, whole=False)
         if not len(candidates.rows):
             return self._refusal(ask, present.serving, model)
         self._sequence += 1
@@ -113,7 +116,7 @@ class Placer:
         backlog_s = waiting_tokens * self.computed_share.value / side.view.rows["prefill_tokens_per_s"].sum()
         forecast = Forecast(self.lateness.factor, float(backlog_s))
         admitted = admissible(ask, side.view.rows, side.costs, self._config.admission, forecast)
-        pair = self._pair(asked, side, forecast) if policy == _PAIRING_POLICY else None
+        pair = self._pair(asked, side, forecast) if policy == _PAIRING_POLICY and not stands_in else None
         if isinstance(admitted, Refused):
             return admitted if pair is None else self._handed_over(asked, side, pair, policy)
         scores = np.where(admitted, self._policies[policy](request, side.view, side.costs), np.inf)

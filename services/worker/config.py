@@ -67,7 +67,8 @@ class WorkerSettings(ServiceSettings):
     )
     role: Literal["both", "prefill", "decode"] = Field(
         "both",
-        description="prefill: only compute prompts, for workers that take over; decode: take over, or do all.",
+        description="prefill: compute prompts for workers that take over, or do all where there is none; "
+        "decode: take over, or do all.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
     dtype: ComputeDtype = Field("bfloat16", description="Of weights, activations and KV cache.")

@@ -12,7 +12,7 @@ from services.common.redis_client import RedisHealth
 from services.common.step_costs import StepCosts
 from services.router.admission import AdmissionConfig
 from services.router.decisions import Decisions, OpenAttempts
-from services.router.domain import Ask, AttemptId, Load, Placement, RefusalReason, Refused
+from services.router.domain import Ask, AttemptId, Load, Placement, RefusalReason, WorkerId
 from services.router.metrics import RouterMetrics
 from services.router.placement import PlacementConfig
 from tests.router.scenes import IDENTITY, IDLE, NOW_S, Scene, chain, links
@@ -82,16 +82,33 @@ def test_a_short_prompt_a_slow_link_or_a_low_load_stay_with_one_worker(
     assert placement.worker_id == ("p" if handed_over else "d")
 
 
-def test_a_worker_for_prompts_gets_nothing_else() -> None:
+def test_a_worker_for_prompts_gets_nothing_else_while_another_is_there() -> None:
     scene = Scene()
     scene.worker("p", IDLE, PREFILL)
-    assert scene.refusal(long_ask(scene)).reason is RefusalReason.NO_WORKER
     scene.worker("d", decoding(8), DECODE)
     assert scene.grant(long_ask(scene, can_hand_off=False)).worker_id == "d"
     assert scene.grant(long_ask(scene, resumes=True)).worker_id == "d"
     assert scene.grant(long_ask(scene, policy="least_loaded")).worker_id == "d"
     assert scene.grant(long_ask(scene, excluded_workers=frozenset({"p"}))).worker_id == "d"
-    assert isinstance(scene.place(long_ask(scene, excluded_workers=frozenset({"d"}))), Refused)
+
+
+@pytest.mark.parametrize("why", ["it is silent", "it has failed", "there is none"])
+def test_a_worker_for_prompts_stands_in_for_those_that_answer(why: str) -> None:
+    scene = Scene()
+    for name in ("p", "q"):
+        scene.worker(name, IDLE, PREFILL)
+    fields: dict[str, object] = {}
+    if why != "there is none":
+        scene.worker("d", IDLE, DECODE)
+    if why == "it is silent":
+        scene.table.broken(WorkerId("d"))
+    elif why == "it has failed":
+        fields = {"excluded_workers": frozenset({"d"})}
+    for resumes in (False, True):
+        granted = scene.grant(long_ask(scene, resumes=resumes, **fields))
+        assert granted.worker_id in ("p", "q")
+        assert granted.handoff is None
+    assert scene.refusal(long_ask(scene, excluded_workers=frozenset("pqd"))).reason is RefusalReason.NO_WORKER
 
 
 def test_nobody_takes_over_from_a_worker_that_gives_nothing() -> None:
