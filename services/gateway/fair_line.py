@@ -151,7 +151,7 @@ class FairLine:
         now_s = time.monotonic()
         if is_accepted:
             ticket.entry.is_kept = True
-            ticket.until_s = min(now_s + self._limits.max_wait_s, ticket.wanted.deadline_at_s)
+            ticket.until_s = self._end_of_kept_wait(ticket)
         ticket.returns += 1
         lane.drain.add(-ticket.entry.charged, now_s)
         if ticket.returns > _QUICK_RETURNS:
@@ -168,7 +168,11 @@ class FairLine:
         self._dispatch(lane)
 
     def bring_back(self, ticket: Ticket) -> None:
-        """One that was set aside waits for a turn again, at the front."""
+        """One that was set aside waits for a turn again, at the front.
+
+        Only work that a worker had taken is set aside: its wait begins anew, whatever it waited for in nobody's way.
+        """
+        ticket.until_s = self._end_of_kept_wait(ticket)
         self._return(ticket, self._lanes[ticket.wanted.model])
 
     def leave(self, ticket: Ticket, *, cached_tokens: int = 0, output_tokens: int | None = None) -> None:
@@ -293,6 +297,9 @@ class FairLine:
 
     def _end_of_wait(self, wanted: Wanted) -> float:
         return min(time.monotonic() + self._limits.max_wait_s, wanted.deadline_at_s, wanted.ttft_at_s)
+
+    def _end_of_kept_wait(self, ticket: Ticket) -> float:
+        return min(time.monotonic() + self._limits.max_wait_s, ticket.wanted.deadline_at_s)
 
     def _estimate(self, wanted: Wanted) -> float:
         output = self.outputs.tokens(wanted.tenant, wanted.max_tokens) * wanted.num_choices

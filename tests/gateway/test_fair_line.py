@@ -17,6 +17,7 @@ from services.common.fair_queue import RequestClass, StarvationBound
 from services.gateway.errors import ObjectiveUnmet, Overloaded, TenantLimitExceeded
 from services.gateway.fair_line import MAX_ASKS, FairLine
 from services.gateway.tickets import LineLimits, Ticket, TicketState, Wanted
+from tests.support.waiting import eventually
 
 INTERACTIVE, STANDARD, BATCH = RequestClass
 LIMITS = LineLimits(max_waiting=100, max_tenant_waiting=50, max_wait_s=30, starvation=StarvationBound())
@@ -202,6 +203,24 @@ async def test_who_is_set_aside_is_in_nobodys_way_and_comes_back_first() -> None
     assert rescued.state is TicketState.ASKING
     lines.line.set_aside(rescued)
     for ticket in (rescued, *others):
+        lines.line.leave(ticket)
+    lines.assert_idle()
+
+
+async def test_who_comes_back_has_all_its_wait_before_it() -> None:
+    """However long there was no worker: accepted work is not refused for that."""
+    lines = Lines(max_wait_s=0.05)
+    rescued = lines.join()
+    lines.line.granted(rescued)
+    lines.line.again(rescued, is_accepted=True)
+    lines.line.set_aside(rescued)
+    await eventually(lambda: time.monotonic() > rescued.until_s, timeout_s=20)
+    blocker = lines.block()
+    before_s = time.monotonic()
+    lines.line.bring_back(rescued)
+    assert rescued.state is TicketState.WAITING
+    assert rescued.until_s >= before_s + 0.05
+    for ticket in (rescued, blocker):
         lines.line.leave(ticket)
     lines.assert_idle()
 
