@@ -150,10 +150,11 @@ class WorkerLink:
         self.is_silent = False
         self._attempts: dict[int, Attempt] = {}
         self._keys = itertools.count(1)
-        # Not sent yet; bounded by the requests in flight, each of which has one attempt, and while it moves two.
+        # Not sent yet. Starts and resumes are of attempts that have not ended: of each request in flight one, and while
+        # it moves two. Cancels go first, of starts that were sent before: there are no more of them than that.
         self._starts: dict[int, ServeRequest] = {}
         self._cancels: list[ServeRequest] = []
-        self._resumes: deque[ServeRequest] = deque()
+        self._resumes: dict[int, deque[ResumeAttempt]] = {}
         self._wake = asyncio.Event()
         self.is_open = True
         self._call: Call = stub.Serve(metadata=call_metadata(secret))  # type: ignore[call-arg, assignment]
@@ -185,7 +186,8 @@ class WorkerLink:
     def resume(self, key: int, further: Sequence[KnownOutput], *, hold: bool = False) -> None:
         """An attempt with hold_s is to draw on; nothing for one that has ended. further, hold: as in the message."""
         if key in self._attempts:
-            self._resumes.append(ServeRequest(resume=ResumeAttempt(key=key, further=further, hold=hold)))
+            resume = ResumeAttempt(key=key, further=further, hold=hold)
+            self._resumes.setdefault(key, deque()).append(resume)
             self._wake.set()
 
     def forget(self, key: int, farewell: ServeRequest | None = None) -> None:
@@ -193,7 +195,10 @@ class WorkerLink:
 
         farewell: what the worker is told, if not to cancel it.
         """
-        if self._attempts.pop(key, None) is not None and self._starts.pop(key, None) is None and self.is_open:
+        if self._attempts.pop(key, None) is None:
+            return
+        self._resumes.pop(key, None)
+        if self._starts.pop(key, None) is None and self.is_open:
             self._cancels.append(farewell or ServeRequest(cancel=key))
             self._wake.set()
 
@@ -236,6 +241,7 @@ class WorkerLink:
                 continue
             if part.HasField("end"):
                 del self._attempts[part.key]
+                self._resumes.pop(part.key, None)
                 code = _CODES.get(part.end.code, grpc.StatusCode.UNKNOWN)
                 attempt.put(part.events, AttemptEnded(code, part.end.detail))
             else:
@@ -258,7 +264,14 @@ class WorkerLink:
         if self._starts:
             return self._starts.pop(next(iter(self._starts)))
         # After the starts, among which may be its own.
-        return self._resumes.popleft() if self._resumes else None
+        return self._next_resume() if self._resumes else None
+
+    def _next_resume(self) -> ServeRequest:
+        key, waiting = next(iter(self._resumes.items()))
+        resume = waiting.popleft()
+        if not waiting:
+            del self._resumes[key]
+        return ServeRequest(resume=resume)
 
     def _end(self, end: AttemptEnded) -> None:
         if not self.is_open:

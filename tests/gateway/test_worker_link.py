@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
+from kvmesh.v1.worker_pb2 import KnownOutput, WorkerGenerateRequest
 
 from services.common.rpc import MAX_MESSAGE_BYTES
 from services.gateway.pulse import Pulse
@@ -125,6 +125,24 @@ async def test_what_was_not_sent_is_taken_back(workers: list[FakeWorker], channe
     start(link, "hang").cancel()
     assert (await read_all(start(link, "short")))[1].code is grpc.StatusCode.OK
     assert [request.request_id for request in workers[0].requests] == ["short"]
+
+
+async def test_what_waits_to_be_sent_is_of_attempts_that_are_open(
+    workers: list[FakeWorker], channels: WorkerChannels
+) -> None:
+    """However many come and go while nothing can be written."""
+    link = channels.acquire(await workers[0].start())
+    for _ in range(100):
+        attempt = start(link, "hang")
+        attempt.resume([KnownOutput(choice=0, token_ids=[1])])
+        attempt.cancel()
+    last = start(link, "hang")
+    last.resume([])
+    assert (len(link), len(link._starts), len(link._cancels), len(link._resumes)) == (1, 1, 0, 1)
+    await eventually(lambda: workers[0].running == 1, timeout_s=20)
+    last.cancel()
+    await eventually(lambda: workers[0].cancelled == 1, timeout_s=20)
+    assert (len(link._starts), len(link._cancels), len(link._resumes)) == (0, 0, 0)
 
 
 async def test_nobody_at_the_address(channels: WorkerChannels) -> None:
