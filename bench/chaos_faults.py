@@ -1,4 +1,4 @@
-"""Faults of `bench.chaos`: a worker or one of its children killed, stopped or cut off, in a network of its own.
+"""Faults of `bench.chaos`: processes and children of workers killed, stopped or cut off, in a network of their own.
 
 A cut drops all packets to and from the worker's gRPC port; it lies in a network namespace that ends with this process.
 """
@@ -14,13 +14,17 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from bench.fault_mesh import LocalMesh
 
 _CLONE_NEWNET = 0x40000000
 _CUT_S = 4.0
 _POLL_S = 0.5
+_LEAST_READY = 2
 
 
 def own_network() -> bool:
@@ -38,16 +42,30 @@ class Fault:
     """One that was made. at_s: of the monotonic clock."""
 
     kind: str
-    worker: str
+    process: str
     part: str
     at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A process to strike, or a child of one. part: its role. address: of its gRPC port where that can be cut off."""
+
+    process: str
+    part: str
+    pid: int
+    address: str
+
+
 @dataclass(slots=True)
 class Faults:
-    """Makes a fault every `every_s` seconds whenever two workers are ready. processes: what `kvmesh ps` tells."""
+    """Makes a fault every `every_s` seconds of a random process of `kinds`, where two of its kind are ready.
 
-    processes: Callable[[], list[dict[str, Any]]]
+    kinds: "worker" and "child" (of a worker), "router", "gateway", "kvstore".
+    """
+
+    mesh: LocalMesh
+    kinds: Sequence[str]
     every_s: float
     can_cut: bool
     rng: random.Random
@@ -57,36 +75,47 @@ class Faults:
         """Until cancelled; a cut is mended then."""
         while True:
             await asyncio.sleep(self.every_s)
-            ready = await asyncio.to_thread(self._ready_workers)
-            await self._strike(self.rng.choice(ready))
+            while not (able := targets(await self.mesh.processes(), self.kinds)):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+            # A kind of process is drawn first: there are more children than others.
+            kind = self.rng.choice(sorted(able))
+            await self._strike(self.rng.choice(able[kind]))
 
-    def _ready_workers(self) -> list[dict[str, Any]]:
-        """At least two; waits for them."""
-        while len(ready := self._ready_now()) < 2:
-            time.sleep(_POLL_S)
-        return ready
-
-    def _ready_now(self) -> list[dict[str, Any]]:
-        return [one for one in self.processes() if one["kind"] == "worker" and one["ready"]]
-
-    async def _strike(self, worker: dict[str, Any]) -> None:
-        parts = {"front": worker["pid"], **{child["role"]: child["pid"] for child in worker["children"]}}
-        kind = self.rng.choice(("kill", "stop", "cut") if self.can_cut else ("kill", "stop"))
-        part = "network" if kind == "cut" else self.rng.choice(sorted(parts))
-        self.made.append(Fault(kind, worker["name"], part, time.monotonic()))
+    async def _strike(self, target: Target) -> None:
+        kind = self.rng.choice(("kill", "stop", "cut") if self.can_cut and target.address else ("kill", "stop"))
+        part = "network" if kind == "cut" else target.part
+        self.made.append(Fault(kind, target.process, part, time.monotonic()))
         if kind == "cut":
-            await _cut(worker["address"].rpartition(":")[2])
+            await cut_ports([int(target.address.rpartition(":")[2])], _CUT_S)
             return
         with contextlib.suppress(ProcessLookupError):
-            os.kill(parts[part], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            os.kill(target.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
-async def _cut(port: str) -> None:
-    rules = [("INPUT", "-p", "tcp", side, port, "-j", "DROP") for side in ("--dport", "--sport")]
+def targets(processes: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, list[Target]]:
+    """Whom to strike now, by kind; of what is there once, nobody. processes: as `kvmesh ps` tells them."""
+    found: dict[str, list[Target]] = {}
+    ready = [one for one in processes if one["ready"]]
+    counts = Counter(one["kind"] for one in ready)
+    for one in ready:
+        if counts[one["kind"]] < _LEAST_READY:
+            continue
+        if one["kind"] in kinds:
+            address = one["address"] if one["kind"] == "worker" else ""
+            found.setdefault(one["kind"], []).append(Target(one["name"], one["kind"], one["pid"], address))
+        if one["kind"] == "worker" and "child" in kinds:
+            children = [Target(one["name"], child["role"], child["pid"], "") for child in one["children"]]
+            found.setdefault("child", []).extend(children)
+    return {kind: some for kind, some in found.items() if some}
+
+
+async def cut_ports(ports: Sequence[int], seconds: float) -> None:
+    """Drop what goes to and comes from these ports for so long. One cut at a time."""
+    rules = [("INPUT", "-p", "tcp", side, str(port), "-j", "DROP") for port in ports for side in ("--dport", "--sport")]
     try:
         for rule in rules:
             await asyncio.to_thread(_iptables, "-I", *rule)
-        await asyncio.sleep(_CUT_S)
+        await asyncio.sleep(seconds)
     finally:
         _iptables("-F", "INPUT")
 
