@@ -23,7 +23,7 @@ from services.common.keys import KeySpace
 from services.common.redis_client import RedisClient, connect_redis
 from services.common.registry import new_epoch
 from tests.support.valkey import Valkey
-from tests.support.waiting import eventually, eventually_async
+from tests.support.waiting import SOON_S, eventually, eventually_async
 
 KEY = bytes(range(32))
 ONE, TWO = tenant_tag(KEY, "one"), tenant_tag(KEY, "two")
@@ -43,7 +43,7 @@ async def following(
     """A follower that runs and knows what Redis knows."""
     follower = GenerationFollower(client, name, epoch=new_epoch(), **options)  # type: ignore[arg-type]
     tasks.create_task(follower.run())
-    await asyncio.wait_for(follower.synced.wait(), 5)
+    await asyncio.wait_for(follower.synced.wait(), 30)
     return follower
 
 
@@ -75,14 +75,14 @@ async def test_a_clearing_reaches_every_follower(client: RedisClient, tasks: asy
     followers = [await following(client, tasks, f"gateway/g{number}") for number in range(3)]
     before = new_epoch()
     began_s = time.monotonic()
-    outcome = await GenerationTable(client).clear(ONE, timeout_s=5)
-    assert time.monotonic() - began_s < 1.0
+    outcome = await GenerationTable(client).clear(ONE, timeout_s=30)
+    assert time.monotonic() - began_s < SOON_S
     assert outcome.generation >= before - 1_000_000
     assert outcome.done == ("gateway/g0", "gateway/g1", "gateway/g2")
     assert outcome.missing == {}
     assert all(follower.generations.of(ONE) == outcome.generation for follower in followers)
     assert all(follower.generations.of(TWO) == 0 for follower in followers)
-    again = await GenerationTable(client).clear(ONE, timeout_s=5)
+    again = await GenerationTable(client).clear(ONE, timeout_s=30)
     assert again.generation > outcome.generation
     late = await following(client, tasks, "gateway/late")
     assert late.generations.of(ONE) == again.generation
@@ -100,31 +100,31 @@ async def test_who_has_not_carried_it_out_is_named(client: RedisClient, tasks: a
 
     node = await following(client, tasks, "kvstore/kv-1", carry_out=carry_out)
     await following(client, tasks)
-    outcome = await GenerationTable(client).clear(ONE, timeout_s=0.5)
+    outcome = await GenerationTable(client).clear(ONE, timeout_s=3)
     assert (outcome.done, list(outcome.missing)) == (("gateway/g1",), ["kvstore/kv-1"])
     assert refusals > 0
     assert node.generations.of(ONE) == 0
     broken = False
     await eventually(lambda: node.generations.of(ONE) == outcome.generation)
-    assert (await GenerationTable(client).clear(ONE, timeout_s=5)).missing == {}
+    assert (await GenerationTable(client).clear(ONE, timeout_s=30)).missing == {}
 
 
 async def test_a_silent_follower_is_reported_until_it_leaves(client: RedisClient, tasks: asyncio.TaskGroup) -> None:
     follower = GenerationFollower(client, "gateway/g1", epoch=new_epoch())
     running = tasks.create_task(follower.run())
-    await asyncio.wait_for(follower.synced.wait(), 5)
+    await asyncio.wait_for(follower.synced.wait(), 30)
     running.cancel()
     assert list((await GenerationTable(client).clear(ONE, timeout_s=0.3)).missing) == ["gateway/g1"]
     epoch, known, _ = (await client.hget(KEYS.followers, "gateway/g1")).split()
     await client.hset(KEYS.followers, "gateway/g1", b"%s %s %d" % (epoch, known, time.time() - 60))
     began_s = time.monotonic()
-    outcome = await GenerationTable(client).clear(ONE, timeout_s=20)
-    assert time.monotonic() - began_s < 5, "who has been silent for a minute is not waited for"
+    outcome = await GenerationTable(client).clear(ONE, timeout_s=60)
+    assert time.monotonic() - began_s < SOON_S, "who has been silent for a minute is not waited for"
     assert outcome.missing["gateway/g1"].silent_s >= 59
     await follower.close()
-    assert (await GenerationTable(client).clear(ONE, timeout_s=5)).missing == {}
+    assert (await GenerationTable(client).clear(ONE, timeout_s=30)).missing == {}
     await client.hset(KEYS.followers, "gateway/gone", b"1 0 1")
-    assert (await GenerationTable(client).clear(ONE, timeout_s=5)).missing == {}
+    assert (await GenerationTable(client).clear(ONE, timeout_s=30)).missing == {}
     assert await client.hgetall(KEYS.followers) == {}
 
 
@@ -133,7 +133,7 @@ async def test_a_redis_that_comes_back_empty_is_told(
     valkey: Valkey, client: RedisClient, tasks: asyncio.TaskGroup, how: str
 ) -> None:
     follower = await following(client, tasks)
-    first = (await GenerationTable(client).clear(ONE, timeout_s=5)).generation
+    first = (await GenerationTable(client).clear(ONE, timeout_s=30)).generation
     if how == "flushall":
         await client.flushall()
     else:
@@ -146,7 +146,7 @@ async def test_a_redis_that_comes_back_empty_is_told(
     await eventually_async(is_back)
     late = await following(probe, tasks, "gateway/late")
     assert late.generations.of(ONE) == first
-    second = await GenerationTable(probe).clear(ONE, timeout_s=5)
+    second = await GenerationTable(probe).clear(ONE, timeout_s=30)
     assert second.generation > first
     assert second.missing == {}
     assert follower.generations.of(ONE) == late.generations.of(ONE) == second.generation
@@ -165,7 +165,7 @@ async def test_a_generation_that_is_put_back_does_not_undo_a_clearing(
     await eventually(lambda: follower._revision > raised.revision)
     state = await table._state(ONE)
     assert table._must_raise_again(raised, state)
-    outcome = await table.clear(ONE, timeout_s=5)
+    outcome = await table.clear(ONE, timeout_s=30)
     assert outcome.generation > state.generation
     assert follower.generations.of(ONE) == outcome.generation
 
@@ -186,7 +186,7 @@ async def test_redis_lost_in_the_middle_of_a_clearing(
         return raised
 
     monkeypatch.setattr(table, "_raise", raise_and_lose)
-    outcome = await table.clear(ONE, timeout_s=5)
+    outcome = await table.clear(ONE, timeout_s=30)
     assert follower.generations.of(ONE) == outcome.generation
 
 
@@ -195,7 +195,7 @@ async def test_of_two_with_one_name_the_later_counts(client: RedisClient, tasks:
     new = await following(client, tasks)
     await eventually(lambda: old._superseded)
     heard_s = old.current_at_s
-    outcome = await GenerationTable(client).clear(ONE, timeout_s=5)
+    outcome = await GenerationTable(client).clear(ONE, timeout_s=30)
     assert new.generations.of(ONE) == outcome.generation
     assert old.current_at_s == heard_s, "it must not believe itself current"
     await old.close()
@@ -205,10 +205,10 @@ async def test_of_two_with_one_name_the_later_counts(client: RedisClient, tasks:
 async def test_the_table_is_bounded(client: RedisClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_table, "MAX_TENANTS", 1)
     table = GenerationTable(client)
-    await table.clear(ONE, timeout_s=5)
-    await table.clear(ONE, timeout_s=5)
+    await table.clear(ONE, timeout_s=30)
+    await table.clear(ONE, timeout_s=30)
     with pytest.raises(TableFull):
-        await table.clear(TWO, timeout_s=5)
+        await table.clear(TWO, timeout_s=30)
 
 
 def test_generations_outlive_a_process_in_a_private_file(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import msgspec
 import pytest
@@ -20,26 +19,23 @@ def record(name: str = "w1", **changes: object) -> LocationRecord:
     return msgspec.structs.replace(base, **changes)
 
 
-async def test_a_new_a_changed_and_a_withdrawn_location_are_seen_within_100_ms(
-    client: RedisClient, tasks: asyncio.TaskGroup
+async def test_a_new_a_changed_and_a_withdrawn_location_are_seen_without_a_snapshot(
+    client: RedisClient, tasks: asyncio.TaskGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(registry, "_SNAPSHOT_EVERY_S", 600.0)
     watcher = RegistryWatcher(client)
     tasks.create_task(watcher.run())
-    await asyncio.wait_for(watcher.synced.wait(), 5)
+    await asyncio.wait_for(watcher.synced.wait(), 30)
     first = record()
     registrar = Registrar(client, first)
-    began_s = time.monotonic()
     running = tasks.create_task(registrar.run())
     await eventually(lambda: watcher.records.get("worker/w1") == first)
-    assert time.monotonic() - began_s < 0.25
     changed = msgspec.structs.replace(first, model="m")
     registrar.update(changed)
     await eventually(lambda: watcher.records.get("worker/w1") == changed)
     running.cancel()
-    began_s = time.monotonic()
     await registrar.close()
     await eventually(lambda: not watcher.records)
-    assert time.monotonic() - began_s < 0.25
 
 
 async def test_subscribers_learn_of_known_records_and_of_changes(client: RedisClient, tasks: asyncio.TaskGroup) -> None:
@@ -77,7 +73,7 @@ async def test_an_old_epoch_does_not_replace_a_later_one(client: RedisClient, ta
     later = record(epoch=20)
     registrar = Registrar(client, later)
     tasks.create_task(registrar.run())
-    await asyncio.wait_for(registrar.registered.wait(), 5)
+    await asyncio.wait_for(registrar.registered.wait(), 30)
     old = Registrar(client, record(epoch=10))
     tasks.create_task(old.run())
     await eventually(lambda: old._rejected)

@@ -43,11 +43,11 @@ async def test_secret_trace_and_request_id() -> None:
             *call_metadata(SECRET, request_id="r1"),
             ("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-01"),
         )
-        answer = await stub.Stats(kvstore_pb2.StatsRequest(), metadata=metadata, timeout=5)
+        answer = await stub.Stats(kvstore_pb2.StatsRequest(), metadata=metadata, timeout=30)
         assert answer.kvstore_id == f"{TRACE_ID}/r1"
         for wrong in ((), call_metadata(MeshSecret("another secret, long"))):
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await stub.Stats(kvstore_pb2.StatsRequest(), metadata=wrong, timeout=5)
+                await stub.Stats(kvstore_pb2.StatsRequest(), metadata=wrong, timeout=30)
             assert error.value.code() == grpc.StatusCode.UNAUTHENTICATED
     await server.stop(0)
 
@@ -58,7 +58,7 @@ async def test_health_is_open_and_follows_readiness() -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         for ready, status in ((False, "NOT_SERVING"), (True, "SERVING")):
             await server.set_ready(ready)
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service="kvmesh.v1.KvStore"), timeout=5)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service="kvmesh.v1.KvStore"), timeout=30)
             assert health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status) == status
     await server.stop(0)
 

@@ -47,4 +47,4 @@ async def test_aborted_streams_release_everything(mesh: Mesh) -> None:
         )
         return held + sum(total(samples, "kvmesh_gateway_inflight_requests") for samples in gateways) == 0
 
-    wait_for(idle, within_s=10, what="zero running, waiting and referenced after 200 aborted streams")
+    wait_for(idle, within_s=60, what="zero running, waiting and referenced after 200 aborted streams")

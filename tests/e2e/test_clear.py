@@ -72,7 +72,7 @@ def refused(mesh: Mesh) -> float:
 
 def settled(mesh: Mesh) -> float:
     """Blocks on SSD, once every block is there."""
-    wait_for(lambda: stored(mesh, "ram") == stored(mesh, "ssd"), within_s=10, what="all spilled")
+    wait_for(lambda: stored(mesh, "ram") == stored(mesh, "ssd"), within_s=60, what="all spilled")
     return stored(mesh, "ssd")
 
 
@@ -105,13 +105,13 @@ def test_what_was_under_way_does_not_come_back(mesh: Mesh) -> None:
     settled(mesh)
     late = threading.Thread(target=ONE.complete, args=(mesh, 50, 600), kwargs={"ignore_eos": True})
     late.start()
-    wait_for(lambda: metric(mesh, ("worker-0",), "kvmesh_worker_running_requests") > 0, within_s=10, what="runs")
+    wait_for(lambda: metric(mesh, ("worker-0",), "kvmesh_worker_running_requests") > 0, within_s=60, what="runs")
     refused_before = refused(mesh)
     clear(mesh, ONE)
     remaining = stored(mesh, "ram"), stored(mesh, "ssd")
     assert late.is_alive(), "the request must outlive the clearing"
     late.join(110)
-    wait_for(lambda: refused(mesh) > refused_before, within_s=10, what="late pushes are refused")
+    wait_for(lambda: refused(mesh) > refused_before, within_s=60, what="late pushes are refused")
     assert (stored(mesh, "ram"), stored(mesh, "ssd")) == remaining
     assert ONE.cached(mesh, 50) == 0
 

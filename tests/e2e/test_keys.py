@@ -41,7 +41,7 @@ def test_keys_and_tenants(tmp_path: Path) -> None:
         replacement = tmp_path / "keys.new"
         replacement.write_text(f"{hash_key(first)} one\n{hash_key(second)} two\n")
         replacement.replace(keys)
-        wait_for(lambda: not is_refused(mesh, second), within_s=20, what="the new key is taken")
+        wait_for(lambda: not is_refused(mesh, second), within_s=60, what="the new key is taken")
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="nobody", max_retries=0).models.list()
         logs = mesh.logs()

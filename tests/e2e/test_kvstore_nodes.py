@@ -42,7 +42,7 @@ def test_a_copied_prefix_outlives_its_node_and_any_other_is_computed_again(nodes
     mesh = nodes_mesh
     names = ("kvstore-0", "kvstore-1")
     first = ask(mesh, 0)
-    wait_for(lambda: any(of_node(mesh, n, "stored_blocks") > 25 for n in names), within_s=15, what="pushed")
+    wait_for(lambda: any(of_node(mesh, n, "stored_blocks") > 25 for n in names), within_s=60, what="pushed")
     holder = max(names, key=lambda name: of_node(mesh, name, "stored_blocks"))
     other = next(name for name in names if name != holder)
     assert of_node(mesh, other, "stored_blocks") == 0
@@ -51,7 +51,7 @@ def test_a_copied_prefix_outlives_its_node_and_any_other_is_computed_again(nodes
         again = ask(mesh, 0)
         assert again.text == first.text
         assert again.cached_tokens > 400, "pulled from the node"
-    wait_for(lambda: of_node(mesh, other, "replicated_blocks_total") >= 25, within_s=20, what="copied")
+    wait_for(lambda: of_node(mesh, other, "replicated_blocks_total") >= 25, within_s=60, what="copied")
 
     hits = {name: of_node(mesh, name, "hit_blocks_total") for name in names}
     for number in range(4):

@@ -178,7 +178,7 @@ def test_models(client: openai.OpenAI, mesh: Mesh) -> None:
     assert len(extra["digest"]) == 32
     assert extra["weight_format"] == "gguf:Q4_1,Q8_0"
     for path in ("/healthz", "/readyz"):
-        with urlopen(mesh.url + path, timeout=5) as response:
+        with urlopen(mesh.url + path, timeout=30) as response:
             assert response.status == 200
 
 

@@ -40,8 +40,8 @@ async def test_every_worker_answers_and_the_loss_of_one_loses_no_answer(sim_mesh
     before, started = sim_mesh.process("worker-1")["pid"], set[int]()
     answers = asyncio.create_task(ask_all(sim_mesh, 100, started))
     # An answer takes a second and more from its first token on.
-    await eventually(lambda: len(started) == REQUESTS, timeout_s=30)
+    await eventually(lambda: len(started) == REQUESTS)
     sim_mesh.kill("worker-1", signal.SIGKILL)
     assert await answers == [100] * REQUESTS
-    wait_for(lambda: sim_mesh.process("worker-1")["pid"] not in (None, before), within_s=20, what="a new worker")
+    wait_for(lambda: sim_mesh.process("worker-1")["pid"] not in (None, before), within_s=60, what="a new worker")
     sim_mesh.wait_ready()

@@ -160,11 +160,11 @@ async def running_envoy(folder: Path, *gateways: str, **options: Any) -> AsyncIt
         yield edge
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(30)
 
 
 async def _wait_healthy(edge: Edge, hosts: int) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while True:
             try:
                 if await edge.stat("cluster.gateways.membership_healthy") == hosts:

@@ -48,7 +48,7 @@ async def request(
     port: int, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
 ) -> AsyncIterator[Response]:
     """Send one request on a connection of its own; leaving the context closes the connection."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             lines = [f"{method} {path} HTTP/1.1", "host: mesh"]

@@ -27,7 +27,7 @@ async def test_no_gateway_is_503_with_retry_after(tmp_path: Path) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{edge.port}") as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=10)
+                await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=30)
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
             assert "{" not in (caught.value.details() or "")
 
@@ -39,7 +39,7 @@ async def test_no_request_fails_when_one_of_two_gateways_dies(tmp_path: Path) ->
             for _ in range(40):
                 async with request(edge.port, "GET", MODELS) as response:
                     assert response.status == 200
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while await edge.stat("cluster.gateways.membership_healthy") != 1:
                     await asyncio.sleep(0.05)
 
@@ -48,7 +48,7 @@ async def test_a_gateway_that_drains_gets_no_new_work(tmp_path: Path) -> None:
     async with serving_gateway() as stays, serving_gateway() as drains:
         async with running_envoy(tmp_path, stays.address, drains.address) as edge:
             await drains.server.set_ready(False)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while await edge.stat("cluster.gateways.membership_healthy") != 1:
                     await asyncio.sleep(0.05)
             for _ in range(10):
@@ -74,7 +74,7 @@ async def test_a_gateway_that_comes_back_is_used_again(tmp_path: Path) -> None:
         await first.server.stop(0)
         async with request(edge.port, "GET", MODELS) as response:
             assert response.status == 503
-        async with serving_gateway(listen), asyncio.timeout(10):
+        async with serving_gateway(listen), asyncio.timeout(60):
             while True:
                 async with request(edge.port, "GET", MODELS) as response:
                     if response.status == 200:

@@ -16,6 +16,8 @@ from tests.envoy.http_client import read_head, request
 from tests.support.log_lines import log_events
 
 CHAT = "/v1/chat/completions"
+# Less than what Nagle's algorithm holds back, and more than a try takes that nothing else on the machine disturbs.
+_HELD_BACK_S, _TRIES = 0.035, 30
 
 
 def script(**fields: object) -> bytes:
@@ -39,29 +41,33 @@ async def test_a_request_id_is_made_where_none_is_given(edge: Edge, gateway: Gat
 
 
 async def test_events_reach_the_client_as_they_are_produced(edge: Edge) -> None:
-    async with request(edge.port, "POST", CHAT, script(events=5, gap_s=0.1)) as response:
+    async with request(edge.port, "POST", CHAT, script(events=4, gap_s=0.5)) as response:
         assert response.headers["content-type"] == "text/event-stream"
         pieces = [piece async for piece in response.pieces()]
-    assert b"".join(data for _, data in pieces) == b"".join(b"data: %d\n\n" % number for number in range(5))
+    assert b"".join(data for _, data in pieces) == b"".join(b"data: %d\n\n" % number for number in range(4))
     times = [when for when, _ in pieces]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert len(pieces) == 5
-    assert all(0.05 < gap < 0.3 for gap in gaps), gaps
+    assert len(pieces) == 4
+    assert all(gap > 0.1 for gap in gaps), gaps
 
 
 async def test_small_events_are_not_held_back(edge: Edge) -> None:
-    """Nagle's algorithm with delayed acknowledgements would show as 40 ms."""
-    async with request(edge.port, "POST", CHAT, script(events=1, hold=True)) as response:
-        first = response.pieces()
-        start = time.monotonic()
-        await anext(first)
-        assert time.monotonic() - start < 0.03
+    """Nagle's algorithm with delayed acknowledgements would show as 40 ms in each of several tries."""
+    delays_s = []
+    for _ in range(_TRIES):
+        async with request(edge.port, "POST", CHAT, script(events=1, hold=True)) as response:
+            start = time.monotonic()
+            await anext(response.pieces())
+            delays_s.append(time.monotonic() - start)
+        if delays_s[-1] < _HELD_BACK_S:
+            break
+    assert min(delays_s) < _HELD_BACK_S, delays_s
 
 
 async def test_a_client_that_goes_away_cancels_the_call(edge: Edge, gateway: Gateway) -> None:
     async with request(edge.port, "POST", CHAT, script(events=1, hold=True)) as response:
         await anext(response.pieces())
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         await gateway.openai.cancelled.wait()
 
 
@@ -207,7 +213,7 @@ async def test_the_mesh_token_does_not_come_in_from_outside(edge: Edge, gateway:
 
 
 async def test_a_request_that_is_not_http_is_400(edge: Edge) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", edge.port)
         writer.write(b"POST /v1/models HTTP/1.1\r\ncontent-length: nonsense\r\nhost: mesh\r\n\r\n")
         response = await read_head(reader, writer)
@@ -217,7 +223,7 @@ async def test_a_request_that_is_not_http_is_400(edge: Edge) -> None:
 
 
 async def test_a_body_that_never_comes_is_408(gateway: Gateway, tmp_path: Path) -> None:
-    async with running_envoy(tmp_path, gateway.address, body_timeout_s=0.3) as edge, asyncio.timeout(10):
+    async with running_envoy(tmp_path, gateway.address, body_timeout_s=0.3) as edge, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", edge.port)
         writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: mesh\r\ncontent-length: 10\r\n\r\n{{".encode())
         response = await read_head(reader, writer)
@@ -229,7 +235,7 @@ async def test_a_body_that_never_comes_is_408(gateway: Gateway, tmp_path: Path) 
 async def test_content_stays_out_of_the_access_log(edge: Edge) -> None:
     async with request(edge.port, "POST", CHAT + "?key=hidden", script(secret="hidden")) as response:
         await response.body()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not (entries := log_events(edge.log.read_text(), CHAT)):
             await asyncio.sleep(0.1)
     entry = entries[0]

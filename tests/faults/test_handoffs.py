@@ -140,7 +140,7 @@ def wait_idle(pools: Pools) -> None:
         return idle and total(pools.metrics("gateway-0"), "kvmesh_gateway_inflight_requests") == 0
 
     pools.mesh.wait_ready()
-    wait_for(is_idle, within_s=30, what="nothing is held")
+    wait_for(is_idle, within_s=60, what="nothing is held")
 
 
 async def test_pools_say_what_one_worker_says(pools: Pools) -> None:
@@ -184,5 +184,5 @@ async def test_a_client_that_leaves_between_the_phases(pools: Pools) -> None:
     abandoned = handoffs(pools, "abandoned")
     async with running_streams(pools), handed_over(pools) as (_, answer):
         answer.cancel()
-        await eventually(lambda: handoffs(pools, "abandoned") > abandoned, timeout_s=10)
+        await eventually(lambda: handoffs(pools, "abandoned") > abandoned)
     wait_idle(pools)

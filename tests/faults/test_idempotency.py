@@ -101,7 +101,7 @@ async def read(client: openai.AsyncOpenAI, key: str, seen: Seen, *, stop_after: 
 async def test_the_death_of_a_gateway(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
     before, gateways, first = computed(mesh), mesh.of_kind("gateway"), Seen()
     reading = asyncio.create_task(read(client, "gateway", first, **LONG))
-    await eventually(lambda: len(first.text) > 20, timeout_s=10)
+    await eventually(lambda: len(first.text) > 20)
     victim = next(entry for entry in gateways if inflight(entry))
     os.kill(victim["pid"], signal.SIGKILL)
     await reading
@@ -187,7 +187,7 @@ async def test_a_repeat_survives_the_worker_that_it_reads_from(mesh: Mesh, clien
     before, workers, second = keyed(mesh, "anew"), pids(mesh), Seen()
     first = await read(client, "both", Seen(), stop_after=20, **LONG)
     reading = asyncio.create_task(read(client, "both", second, **LONG))
-    await eventually(lambda: len(second.text) > len(first.text) + 20, timeout_s=10)
+    await eventually(lambda: len(second.text) > len(first.text) + 20)
     os.kill(workers[second.headers["x-kvmesh-worker"]], signal.SIGKILL)
     await reading
     assert not second.broken
@@ -206,7 +206,7 @@ async def test_an_answer_that_has_left_its_worker(
     workers, first, fields = pids(mesh), Seen(), {"logprobs": logprobs, **LONG}
     key = f"left {number} {logprobs}"
     reading = asyncio.create_task(read(client, key, first, **fields))
-    await eventually(lambda: len(first.text) > 20, timeout_s=10)
+    await eventually(lambda: len(first.text) > 20)
     os.kill(workers[first.headers["x-kvmesh-worker"]], number)
     await reading
     assert not first.broken

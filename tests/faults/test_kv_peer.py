@@ -13,6 +13,7 @@ from services.common.transfer.protocol import PushResult, Transport
 from tests.common.transfer.conftest import HolderProcess, StartHolder, start_holder, transport, transport_name
 from tests.faults.transfers import (
     BLOCK_BYTES,
+    DEADLINE_S,
     NUM_BLOCKS,
     LongPull,
     LongPush,
@@ -59,10 +60,10 @@ async def test_in_mid_pull(
 ) -> None:
     peer = Peer(start_holder, "--blocks", str(NUM_BLOCKS))
     pulled = LongPull(after=_AFTER, fault=lambda: peer.holder.signal(number))
-    pulled.assert_cut_short(await pulled.run(transport, peer.holder.peer, 20.0))
+    pulled.assert_cut_short(await pulled.run(transport, peer.holder.peer, DEADLINE_S))
     mark = pulled.mark_buffers()
     if number == signal.SIGKILL:
-        await asyncio.to_thread(peer.holder.process.wait, 10)
+        await asyncio.to_thread(peer.holder.process.wait, 30)
     recovered_s = await recovery_s(transport, peer.holder.peer, peer.revive())
     await eventually(lambda: peer.holder.state()["open_leases"] == 0)
     assert pulled.memory == mark
@@ -78,10 +79,10 @@ async def test_in_mid_pull_by_directory(
     """Half of the blocks are read without a word to the holder, the rest has to be asked for."""
     peer = Peer(start_holder, "--blocks", str(NUM_BLOCKS), "--listed", str(NUM_BLOCKS // 2))
     pulled = LongPull(after=_AFTER, fault=lambda: peer.holder.signal(number))
-    pulled.assert_cut_short(await pulled.run(transport, peer.holder.peer, 20.0))
+    pulled.assert_cut_short(await pulled.run(transport, peer.holder.peer, DEADLINE_S))
     mark = pulled.mark_buffers()
     if number == signal.SIGKILL:
-        await asyncio.to_thread(peer.holder.process.wait, 10)
+        await asyncio.to_thread(peer.holder.process.wait, 30)
     recovered_s = await recovery_s(transport, peer.holder.peer, peer.revive())
     assert pulled.memory == mark
     assert_in_time(
@@ -98,18 +99,18 @@ async def test_in_mid_push(
 ) -> None:
     peer = Peer(start_holder, "--blocks", "4", "--commit-s", "0.4")
     push = LongPush(5)
-    running = asyncio.ensure_future(push.run(transport, peer.holder.peer, 20.0))
+    running = asyncio.ensure_future(push.run(transport, peer.holder.peer, DEADLINE_S))
     # Blocks have come, or are on their way, and are not kept yet.
     await eventually(lambda: _reservations(peer.holder) == 1)
     push.timeline.disturb(lambda: peer.holder.signal(number))
     end = await running
     assert isinstance(end, TransferError)
     if number == signal.SIGKILL:
-        await asyncio.to_thread(peer.holder.process.wait, 10)
+        await asyncio.to_thread(peer.holder.process.wait, 30)
     recovered_s = await recovery_s(transport, peer.holder.peer, peer.revive())
     await eventually(lambda: peer.holder.state()["open_reservations"] == 0)
     push.assert_kept_exactly(peer.holder)
-    again = await LongPush(5, count=2).run(transport, peer.holder.peer, 10.0)
+    again = await LongPush(5, count=2).run(transport, peer.holder.peer, DEADLINE_S)
     assert isinstance(again, PushResult)
     assert again.accepted == 2
     assert_in_time(

@@ -40,12 +40,12 @@ def fill(mesh: Mesh, first: int) -> None:
     for number in range(first, first + _OTHERS):
         before = stored(mesh)
         ask(mesh, number)
-        wait_for(lambda before=before: stored(mesh) > before, within_s=10, what="spilled")  # type: ignore[misc]
+        wait_for(lambda before=before: stored(mesh) > before, within_s=60, what="spilled")  # type: ignore[misc]
 
 
 def test_an_evicted_prefix_comes_back_from_the_ssd(mesh: Mesh) -> None:
     first = ask(mesh, 0)
-    wait_for(lambda: stored(mesh) > 10, within_s=10, what="spilled")
+    wait_for(lambda: stored(mesh) > 10, within_s=60, what="spilled")
     fill(mesh, 1)
     before = ssd_tokens(mesh)
     again = ask(mesh, 0)
@@ -60,7 +60,7 @@ def test_a_killed_node_serves_what_its_ssd_holds(mesh: Mesh) -> None:
     fill(mesh, 101)
     mesh.replace("kvstore-0")
     before = ssd_tokens(mesh)
-    wait_for(lambda: indexed(mesh) > 60, within_s=15, what="announced again")
+    wait_for(lambda: indexed(mesh) > 60, within_s=60, what="announced again")
     again = ask(mesh, 100)
     assert again.text == first.text
     assert ssd_tokens(mesh) - before > 0

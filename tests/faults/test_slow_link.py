@@ -138,7 +138,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 def test_the_decision_follows_the_link(scene: Scene) -> None:
     cold = dict(scene.ask() for _ in range(_PROMPTS))
     # Blocks that were computed before the node was known, or are left in the pool, are not there; the next round's are.
-    wait_for(lambda: scene.indexed() >= 30, within_s=20, what="blocks are stored and indexed")
+    wait_for(lambda: scene.indexed() >= 30, within_s=60, what="blocks are stored and indexed")
     expected = {number: seen.text for number, seen in cold.items()}
     computing_s = sorted(seen.ttft_s for seen in cold.values())[_PROMPTS // 2]
     report("cold", list(cold.values()))

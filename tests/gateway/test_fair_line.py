@@ -51,7 +51,7 @@ class Lines:
 
 
 async def asked(line: FairLine, ticket: Ticket) -> Ticket:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await line.turn(ticket)
     return ticket
 

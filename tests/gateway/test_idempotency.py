@@ -141,7 +141,7 @@ async def test_nobody_waits_long_for_redis(records: IdempotencyRecords, valkey: 
             return False
         return True
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await answers():
             await asyncio.sleep(0.05)
 
@@ -159,14 +159,14 @@ async def test_what_a_run_tells(records: IdempotencyRecords, client: RedisClient
         found[0] = await records.claim(names.tag, "body", life_s=5)
         return bool(found[0].places)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not await is_told():
             await asyncio.sleep(0.01)
     assert found[0].places == (Place("h:1", "w", 1, is_resumed=False),)
     keys = [key.decode() async for key in client.scan_iter()]
     assert not any("tenant" in key or "a key" in key for key in keys)
     run.end(is_complete=False, is_failed=True)
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 30)
     assert (await records.claim(names.tag, "another", life_s=5)).is_ours, "a failure is not repeated"
 
 

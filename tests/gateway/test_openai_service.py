@@ -109,7 +109,7 @@ async def test_headers_leave_when_a_worker_has_admitted(mesh: Mesh) -> None:
         ("Completions", {"prompt": "hi"}),
     ):
         raw = json.dumps({"model": "smollm2-135m", "stream": True, **body}).encode()
-        call = getattr(mesh.openai, path)(HttpBody(data=raw), timeout=10)
+        call = getattr(mesh.openai, path)(HttpBody(data=raw), timeout=30)
         assert dict(await call.initial_metadata())["x-kvmesh-worker"] == "w0"
         assert (await call.read()).content_type == "text/event-stream"
         call.cancel()

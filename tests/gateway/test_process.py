@@ -32,7 +32,7 @@ def command(*flags: str) -> list[str]:
 
 
 def _text_of(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=30) as response:
         return str(response.read(), "utf-8")
 
 
@@ -68,7 +68,7 @@ async def test_life_of_a_process(text_model: TextModel, tmp_path: Path) -> None:
         left.cancel()
         process.send_signal(signal.SIGTERM)
         assert b"[DONE]" in b"".join([message.data async for message in call])
-        assert await asyncio.wait_for(asyncio.to_thread(process.wait), 20) == 0
+        assert await asyncio.wait_for(asyncio.to_thread(process.wait), 30) == 0
         assert process.stderr is not None
         log = await asyncio.to_thread(process.stderr.read)
         access = log_events(log, '"request"')

@@ -15,11 +15,11 @@ from kvmesh.v1.router_pb2 import Ask, Grant
 from services.gateway.errors import DeadlineExceeded, Overloaded
 from services.gateway.router_client import RouterClient
 from tests.gateway.fakes import SECRET, FakeRouter
-from tests.support.waiting import eventually
+from tests.support.waiting import SOON_S, eventually
 
 
 @asynccontextmanager
-async def routed(*routers: FakeRouter, ask_timeout_s: float = 3.0) -> AsyncIterator[RouterClient]:
+async def routed(*routers: FakeRouter, ask_timeout_s: float = 30.0) -> AsyncIterator[RouterClient]:
     addresses = [await router.start() for router in routers]
     client = RouterClient(addresses, SECRET, ask_timeout_s=ask_timeout_s, silence_s=0.3)
     task = asyncio.create_task(client.run())
@@ -35,7 +35,7 @@ async def routed(*routers: FakeRouter, ask_timeout_s: float = 3.0) -> AsyncItera
             await router.server.stop(0)
 
 
-def ask(client: RouterClient, name: str, life_s: float = 5.0) -> asyncio.Task[Grant]:
+def ask(client: RouterClient, name: str, life_s: float = 60.0) -> asyncio.Task[Grant]:
     message = Ask(request_id=name, attempt=1, model="m")
     return asyncio.create_task(client.ask(message, time.monotonic() + life_s))
 
@@ -54,7 +54,7 @@ async def test_dead_router_is_replaced_within_a_second() -> None:
         started_s = time.monotonic()
         await first.server.stop(0)
         await asyncio.gather(*waiting)
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < SOON_S
         assert {message.request_id for message in second.asks} == {f"b{i}" for i in range(20)}
 
 
@@ -64,7 +64,7 @@ async def test_silent_router_is_left_within_a_second() -> None:
     async with routed(first, second) as client:
         started_s = time.monotonic()
         await ask(client, "a")
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < SOON_S
         assert [message.request_id for message in first.asks] == ["a"]
 
 

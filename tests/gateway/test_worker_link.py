@@ -51,7 +51,7 @@ def start(link: WorkerLink, name: str) -> Attempt:
 async def read_all(attempt: Attempt) -> tuple[list[int], AttemptEnded]:
     """The tokens of an attempt, and its end."""
     tokens: list[int] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 message = await attempt.read()

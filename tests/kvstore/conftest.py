@@ -66,7 +66,7 @@ class KvStoreProcess:
     def end(self) -> None:
         """End it, whatever its state."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
 
     def _wait(self, ready: Path) -> dict[str, Any]:
         wait_for(

@@ -69,7 +69,7 @@ async def test_a_node_that_was_away_forgets_before_it_announces(
     assert (counts.ssd.blocks, counts.ssd.owners) == (10, 1)
     assert await push(client, node, 1) == 0
     assert await push(client, node, 1, outcome.generation) == 10
-    again = await GenerationTable(redis).clear(TAGS[1], timeout_s=10)
+    again = await GenerationTable(redis).clear(TAGS[1], timeout_s=30)
     assert again.done == ("kvstore/kv-1",)
     assert node.terminate() == 0
     keys = OwnerKeys(tmp_path / "ssd" / "keys", MeshSecret(SECRET).storage_key)
@@ -83,7 +83,7 @@ async def test_a_node_tells_a_redis_that_forgot(start_kvstore: StartKvStore, val
     client, redis = GrpcTransport(MeshSecret(SECRET)), connect_redis(valkey.url)
     node = start_kvstore("grpc")
     assert await push(client, node, 1) == 10
-    outcome = await GenerationTable(redis).clear(TAGS[1], timeout_s=10)
+    outcome = await GenerationTable(redis).clear(TAGS[1], timeout_s=30)
     assert outcome.done == ("kvstore/kv-1",)
     valkey.restart(empty=True)
     probe = connect_redis(valkey.url)

@@ -78,7 +78,7 @@ async def work(node: KvStoreProcess, valkey: Valkey) -> None:
     assert await tiers(client, node, chain(10, 77)) == []
     assert (await push(client, node, chain(6, 50), first=2)).accepted == 0
     assert (await push(client, node, chain(4, 51), spoil=2)).accepted == 2
-    outcome = await GenerationTable(redis).clear(bytes(TENANT_TAG_BYTES), timeout_s=10)
+    outcome = await GenerationTable(redis).clear(bytes(TENANT_TAG_BYTES), timeout_s=30)
     assert outcome.done == ("kvstore/kv-1",)
     await client.close()
     await redis.aclose()

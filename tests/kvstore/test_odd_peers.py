@@ -28,7 +28,7 @@ from tests.common.transfer.conftest import shown, shown_memory
 from tests.common.transfer.test_transports import BLOCK_BYTES, Pulled, pull
 from tests.kvstore.conftest import KvStoreProcess, StartKvStore
 from tests.kvstore.test_node import push, stats
-from tests.support.waiting import eventually_async
+from tests.support.waiting import SOON_S, eventually_async
 
 _SECRET = MeshSecret(SECRET)
 _IDS = chain(6)
@@ -53,7 +53,7 @@ async def assert_well(client: ShmTransport, node: KvStoreProcess, blocks: int = 
         now = await stats(node)
         return (now.open_leases, now.leased_blocks, now.partial_blocks) == (0, 0, 0)
 
-    await eventually_async(idle, timeout_s=2)
+    await eventually_async(idle)
     pulled = Pulled(_IDS)
     assert (await pull(client, node.peer, pulled, epoch=0)).num_blocks == len(_IDS)
     pulled.assert_good(len(_IDS))
@@ -90,7 +90,7 @@ async def test_what_no_peer_may_say_ends_its_connection(start_kvstore: StartKvSt
             async with member(node) as (connection, failed):
                 for message in messages:
                     connection.send(message)
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(60):
                     assert isinstance(await failed, PeerLost), messages
         await assert_well(client, node)
 
@@ -126,9 +126,9 @@ async def test_blocks_of_one_byte_stop_nobody(start_kvstore: StartKvStore) -> No
     async with member(node) as (_, failed):
         client = ShmTransport(_SECRET.pull_key, [shown_memory()])
         started_s = time.monotonic()
-        offer = PushRequest([make_header(tiny, ids[0], memoryview(b"x"), starts_chain=True)], shown([b"x"]), 0, 5.0)
+        offer = PushRequest([make_header(tiny, ids[0], memoryview(b"x"), starts_chain=True)], shown([b"x"]), 0, 60.0)
         assert await client.push(node.peer, offer) == PushResult(1, 0)
-        assert time.monotonic() - started_s < 0.5
+        assert time.monotonic() - started_s < SOON_S
         assert not failed.done()
         await client.close()
 
@@ -149,7 +149,7 @@ async def test_copies_from_addresses_that_are_none(start_kvstore: StartKvStore) 
                     pull_address=peer.pull_address,
                     grpc_address=peer.grpc_address,
                 )
-                await stub.Replicate(request, timeout=5, metadata=call_metadata(_SECRET))
+                await stub.Replicate(request, timeout=30, metadata=call_metadata(_SECRET))
 
             for number, address in enumerate(odd, 1):
                 await ask(PeerAddress(address, address))
@@ -181,11 +181,11 @@ async def test_rpcs_with_fields_that_are_no_numbers(start_kvstore: StartKvStore)
                 return await call.code() == grpc.StatusCode.INVALID_ARGUMENT
 
             wanted = transfer_pb2.PullRequest(block_ids=join_ids(_IDS), deadline_s=math.nan)
-            assert await refused(transfer.Pull(wanted, timeout=5, metadata=metadata))
-            assert await refused(transfer.Push(no_chunks(), timeout=5, metadata=(*metadata, (EPOCH_METADATA, "x"))))
+            assert await refused(transfer.Pull(wanted, timeout=30, metadata=metadata))
+            assert await refused(transfer.Push(no_chunks(), timeout=30, metadata=(*metadata, (EPOCH_METADATA, "x"))))
             for generation in (MAX_GENERATION + 1, 2**64 - 1):
                 owner = owner_of(bytes(TENANT_TAG_BYTES), generation)
-                clear = kvstore.Clear(kvstore_pb2.ClearRequest(owner_digest=owner), timeout=5, metadata=metadata)
+                clear = kvstore.Clear(kvstore_pb2.ClearRequest(owner_digest=owner), timeout=30, metadata=metadata)
                 assert await refused(clear)
         assert (await stats(node)).cleared_tenants == 0
         await assert_well(client, node)

@@ -97,7 +97,7 @@ async def test_joined_blocks_survive_a_crash_and_lone_parts_do_not(
 
     await eventually_async(written)
     node.process.send_signal(signal.SIGKILL)
-    await asyncio.to_thread(node.process.wait, 10)
+    await asyncio.to_thread(node.process.wait, 30)
     again = start_kvstore(transport_name, *flags)
     assert (await stats(again)).ssd.blocks == 8
     # The lone part is gone: the other half of these blocks makes nothing whole.
@@ -126,6 +126,6 @@ async def test_what_stays_incomplete_is_dropped_and_counted(
 
 
 def _read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=30) as response:
         text: str = response.read().decode()
         return text

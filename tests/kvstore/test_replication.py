@@ -74,7 +74,7 @@ async def ask(
     )
     async with open_channel(node.ready["address"]) as channel:
         return await kvstore_pb2_grpc.KvStoreStub(channel).Replicate(
-            request, timeout=5, metadata=call_metadata(MeshSecret(secret))
+            request, timeout=30, metadata=call_metadata(MeshSecret(secret))
         )
 
 
@@ -101,7 +101,7 @@ async def test_a_hot_prefix_is_copied_and_nothing_else(
         assert await pull(transport, first.peer, Pulled(ids[:12]), epoch=0) == PullResult(12, "")
         return (await replication(second)).replicated_blocks >= 12
 
-    await eventually_async(copied, timeout_s=20)
+    await eventually_async(copied)
     told = await replication(second)
     assert (told.replicated_blocks, told.replicated_bytes, told.failed_copies) == (12, 12 * BLOCK_BYTES, 0)
     asked = await replication(first)
@@ -137,7 +137,7 @@ async def test_copies_end_at_the_bound(start_kvstore: StartKvStore) -> None:
             return sum([(await replication(node)).asked_copies for node in nodes.values()]) >= count
 
         # The first node asks both, and each of these asks the other.
-        await eventually_async(lambda: asked(4), timeout_s=30)
+        await eventually_async(lambda: asked(4))
         until_s = time.monotonic() + 3
         while time.monotonic() < until_s:
             assert not await asked(5), "everybody who may have the chain has it"
@@ -196,11 +196,11 @@ async def test_a_lost_source_leaves_a_good_prefix_and_is_counted(
     async def failures(count: int) -> bool:
         return (await replication(second)).failed_copies == count
 
-    await eventually_async(lambda: failures(1), timeout_s=20)
+    await eventually_async(lambda: failures(1))
     assert await held(transport, second, ids[:64]) == 0
     first.process.send_signal(signal.SIGKILL)
     await ask(second, ids[:64], first)
-    await eventually_async(lambda: failures(2), timeout_s=20)
+    await eventually_async(lambda: failures(2))
     assert (await replication(second)).replicated_blocks == 0
     assert (await stats(second)).ram_blocks == 0
     assert total(scrape(second.ready["metrics"]), "kvmesh_kvstore_replication_failures_total") == 2
@@ -225,7 +225,7 @@ async def test_waiting_copies_and_their_pace_are_bounded(
     async def three_chains() -> bool:
         return (await replication(second)).replicated_blocks >= 24
 
-    await eventually_async(three_chains, timeout_s=20)
+    await eventually_async(three_chains)
     # Two chains went before the third began.
     assert time.monotonic() - started_s >= 2 * 8 * BLOCK_BYTES / 2**20
 
@@ -241,17 +241,17 @@ async def test_a_cleared_owner_is_not_brought_back_and_quotas_hold(
     await push(transport, first, later, new)
     async with open_channel(second.ready["address"]) as channel:
         await kvstore_pb2_grpc.KvStoreStub(channel).Clear(
-            kvstore_pb2.ClearRequest(owner_digest=new), timeout=5, metadata=call_metadata(MeshSecret(SECRET))
+            kvstore_pb2.ClearRequest(owner_digest=new), timeout=30, metadata=call_metadata(MeshSecret(SECRET))
         )
     await ask(second, ids, first, of=old)
 
     async def failures(count: int) -> bool:
         return (await replication(second)).failed_copies == count
 
-    await eventually_async(lambda: failures(1), timeout_s=10)
+    await eventually_async(lambda: failures(1))
     assert (await stats(second)).ram_blocks == 0
     await ask(second, later, first, of=new)
-    await eventually_async(lambda: failures(2), timeout_s=10)
+    await eventually_async(lambda: failures(2))
     assert await held(transport, second, later) == 4
 
 
@@ -272,6 +272,6 @@ async def test_nodes_know_each_other_by_the_registry(start_kvstore: StartKvStore
     second.process.send_signal(signal.SIGTERM)
     await eventually_async(lambda: known(1))
     assert gone_while_alive == [True], "others know before the node refuses anything"
-    assert await asyncio.to_thread(second.process.wait, 10) == 0
+    assert await asyncio.to_thread(second.process.wait, 30) == 0
     following.cancel()
     await client.aclose()

@@ -79,7 +79,7 @@ async def test_ssd_hits_say_so_and_survive_restarts(
     assert counts.ssd.used_bytes <= counts.ssd.capacity_bytes <= 64 * 2**20
     assert await announced_tiers_settle(valkey, counts.ram_blocks)
     node.process.send_signal(signal.SIGKILL)
-    node.process.wait(10)
+    node.process.wait(30)
     node = start_kvstore(transport_name, *flags(path))
     for number in range(_CHAINS):
         assert await tiers(transport, node, chain(10, number)) == ["ssd"] * 10
@@ -110,7 +110,7 @@ async def test_what_ram_holds_is_written_before_a_node_ends(start_kvstore: Start
         stub = kvstore_pb2_grpc.KvStoreStub(channel)
         secret = call_metadata(MeshSecret(SECRET))
         request = kvstore_pb2.ClearRequest(owner_digest=owner_of(bytes(TENANT_TAG_BYTES), 1))
-        answer = await stub.Clear(request, metadata=secret, timeout=5)
+        answer = await stub.Clear(request, metadata=secret, timeout=30)
         assert (answer.ram_blocks, answer.ssd_blocks, answer.destroyed_keys) == (10, 10, 1)
     assert await tiers(client, node, chain(10)) == []
     assert (await push(client, node, chain(10))).accepted == 0

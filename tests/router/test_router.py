@@ -26,6 +26,7 @@ from services.common.redis_client import RedisClient, connect_redis
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
 from tests.router.fake_worker import DIGEST, FakeWorker
+from tests.support.log_lines import log_events
 from tests.support.processes import clean_environment
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually, eventually_async
@@ -44,7 +45,7 @@ class RouterProcess:
         self.metadata = call_metadata(SECRET)
 
     async def describe(self) -> router_pb2.DescribeResponse:
-        return await self.stub.Describe(router_pb2.DescribeRequest(), metadata=self.metadata, timeout=5)
+        return await self.stub.Describe(router_pb2.DescribeRequest(), metadata=self.metadata, timeout=30)
 
     def route(self) -> GatewayStream:
         return GatewayStream(self.stub.Route(metadata=self.metadata))
@@ -57,7 +58,7 @@ class RouterProcess:
         await eventually_async(ready)
 
     def metrics(self) -> str:
-        with urllib.request.urlopen(f"http://{self.ready['metrics']}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"http://{self.ready['metrics']}/metrics", timeout=30) as response:
             return str(response.read().decode())
 
 
@@ -82,7 +83,7 @@ class GatewayStream:
         )
         ask.MergeFrom(router_pb2.Ask(**fields))  # type: ignore[arg-type]
         await self.call.write(router_pb2.RouteRequest(ask=ask))
-        answer = await asyncio.wait_for(self.call.read(), 5)
+        answer = await asyncio.wait_for(self.call.read(), 30)
         assert isinstance(answer, router_pb2.RouteResponse)
         return answer
 
@@ -106,7 +107,7 @@ async def router(folder: Path, url: str, *flags: str) -> AsyncIterator[RouterPro
         env=environment,
     )
     try:
-        await eventually(ready_file.exists, timeout_s=20)
+        await eventually(ready_file.exists)
         running = RouterProcess(process, json.loads(ready_file.read_text()))
         yield running
         await running.channel.close(None)
@@ -187,13 +188,13 @@ async def test_a_digest_that_is_not_the_holders_is_told_as_a_metric(
         assert _divergences(process.metrics()) == 0
         location = location_key("worker", "a")
         await client.hset(KeySpace().shard_of(location).meta(location), "xor", bytes(16))
-        await eventually(lambda: _divergences(process.metrics()), timeout_s=10, every_s=0.1)
+        await eventually(lambda: _divergences(process.metrics()), every_s=0.1)
         # What is known is kept: to be without it would be worse.
         assert (await process.describe()).indexed_blocks == 5
 
 
 async def test_grants_count_until_reports_show_them(tmp_path: Path, valkey: Valkey, workers: list[FakeWorker]) -> None:
-    async with router(tmp_path, valkey.url, "--max-queue-s", "60") as process:
+    async with router(tmp_path, valkey.url, "--max-queue-s", "60", "--pending-timeout-s", "15") as process:
         await process.workers_ready(2)
         stream = process.route()
         grants = [(await stream.ask(chain(4))).grant for _ in range(20)]
@@ -214,13 +215,21 @@ async def test_grants_count_until_reports_show_them(tmp_path: Path, valkey: Valk
             await stream.done(grant)
         await eventually_async(pending(5))
         stream.call.cancel()
-        await eventually_async(pending(0), timeout_s=8)
+        await eventually_async(pending(0))
         assert re.search(r"kvmesh_router_pending_timeouts_total{.*} 5\.0", process.metrics())
 
 
 async def test_a_worker_that_is_silent_breaks_or_leaves_gets_nothing(
-    tmp_path: Path, valkey: Valkey, workers: list[FakeWorker]
+    tmp_path: Path, valkey: Valkey, workers: list[FakeWorker], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    log = ""
+
+    def told(detail: str) -> bool:
+        nonlocal log
+        log += capfd.readouterr().out
+        lines = [line for line in log_events(log, '"worker suspect"') if line["worker_id"] == "a"]
+        return [line["detail"] for line in lines][-1:] == [detail]
+
     async with router(tmp_path, valkey.url) as process:
         await process.workers_ready(2)
         stream = process.route()
@@ -229,10 +238,11 @@ async def test_a_worker_that_is_silent_breaks_or_leaves_gets_nothing(
         assert {(await stream.ask(chain(2))).grant.worker_id for _ in range(5)} == {"b"}
         workers[0].silent = False
         await process.workers_ready(2)
+        await eventually(lambda: told("silent"))
         await workers[0].stop(withdraw=False)
-        began_s = asyncio.get_running_loop().time()
         await process.workers_ready(1)
-        assert asyncio.get_running_loop().time() - began_s < 0.5
+        # The broken stream has told, and no silence had to be waited for.
+        await eventually(lambda: told("UNAVAILABLE"))
         await workers[0].start()
         await process.workers_ready(2)
         await workers[0].stop()
@@ -288,7 +298,7 @@ async def test_models_are_told_at_once_and_at_changes(
         call = process.stub.WatchModels(router_pb2.WatchModelsRequest(), metadata=process.metadata)
 
         async def until(replicas: int) -> router_pb2.ServedModel:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while True:
                     snapshot = await call.read()
                     assert isinstance(snapshot, router_pb2.ModelSnapshot)
@@ -322,17 +332,17 @@ async def test_what_cannot_be_served_is_refused(tmp_path: Path, valkey: Valkey, 
 async def test_it_serves_without_redis_and_ends_cleanly(tmp_path: Path) -> None:
     async with router(tmp_path, "redis://127.0.0.1:1/0") as process:
         health = health_pb2_grpc.HealthStub(process.channel)
-        status = await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        status = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert status.status == health_pb2.HealthCheckResponse.SERVING
         stream = process.route()
         refusal = (await stream.ask(chain(1))).refusal
         assert refusal.reason == router_pb2.REFUSAL_REASON_UNKNOWN_MODEL
         process.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.process.wait(), 30) == 0
 
 
 async def test_strangers_are_turned_away(tmp_path: Path, valkey: Valkey) -> None:
     async with router(tmp_path, valkey.url) as process:
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await process.stub.Describe(router_pb2.DescribeRequest(), timeout=5)
+            await process.stub.Describe(router_pb2.DescribeRequest(), timeout=30)
         assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED

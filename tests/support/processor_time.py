@@ -1,23 +1,26 @@
 """Whether processes are idle, by the processor time they take: true of some window, whatever else the machine does.
 
-Accounting is coarse and what a start leaves behind takes a while, so several windows are tried; a process that polls or
-spins is over the limit in each.
+What a start leaves behind takes a while, so several windows are tried; a process that polls or spins is over the limit
+in each.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 from pathlib import Path
 
-_WINDOW_S = 2.0
-_WINDOWS = 5
+_WINDOW_S = 1.0
+_WINDOWS = 20
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Time that a process's living threads have run so far, to the nanosecond."""
+    spent_ns = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            spent_ns += int((thread / "schedstat").read_text().split()[0])
+    return spent_ns / 1e9
 
 
 async def idle_share(*pids: int, below: float) -> float:

@@ -74,7 +74,7 @@ class Valkey:
         if self._process is None:
             return
         self._process.send_signal(number)
-        self._process.wait(10)
+        self._process.wait(30)
         self._process = None
         self._socket.unlink(missing_ok=True)
 

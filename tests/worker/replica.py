@@ -80,20 +80,20 @@ class WorkerProcess:
 
     async def report(self) -> worker_pb2.WorkerReport:
         """The first report of a new watcher, with its identity."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             call = self.watch()
             report = await call.read()
             call.cancel()
             return report
 
-    async def wait_idle(self, within_s: float = 5.0) -> None:
+    async def wait_idle(self) -> None:
         """Until nothing runs, waits or is referenced."""
 
         async def is_idle() -> bool:
             load = (await self.report()).load
             return not (load.running_requests or load.waiting_requests or load.referenced_blocks)
 
-        await eventually_async(is_idle, timeout_s=within_s)
+        await eventually_async(is_idle)
 
     def request(self, prompt: list[int], max_tokens: int = 8, **changes: Any) -> worker_pb2.WorkerGenerateRequest:
         """A greedy request whose blocks belong to a tenant of the tests."""
@@ -178,4 +178,4 @@ async def running_worker(
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(30)

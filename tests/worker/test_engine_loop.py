@@ -144,7 +144,7 @@ class HeldRunner(ToyRunner):
         self.let_go = threading.Semaphore(0)
 
     def collect(self) -> torch.Tensor:
-        assert self.let_go.acquire(timeout=5)
+        assert self.let_go.acquire(timeout=30)
         return super().collect()
 
 

@@ -37,7 +37,7 @@ async def test_a_prompt_is_pulled_while_it_is_computed(tmp_path: Path, valkey: V
         running_worker(tmp_path / "p", valkey.url, *SMALL_STEPS, threads=1, env=UCX) as first,
         running_worker(tmp_path / "d", valkey.url, "--instance", "d", threads=1, env=UCX) as second,
     ):
-        await eventually(lambda: {"worker/w", "worker/d"} <= watcher.records.keys(), timeout_s=20)
+        await eventually(lambda: {"worker/w", "worker/d"} <= watcher.records.keys())
         record = watcher.records["worker/w"]
         p, d = Stream(first), Stream(second)
         await _handed_over(p, d, record)

@@ -165,4 +165,4 @@ async def test_a_drain_does_not_wait_for_what_nobody_reads(worker: WorkerProcess
     worker.process.send_signal(signal.SIGTERM)
     await reader.read_until(lambda: 1 in reader.ends)
     assert (reader.ends[1].code, len(reader.tokens(1))) == (0, TOKENS)
-    await eventually(lambda: worker.process.poll() == 0, timeout_s=15)
+    await eventually(lambda: worker.process.poll() == 0)

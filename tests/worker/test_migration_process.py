@@ -25,7 +25,7 @@ async def test_a_running_attempt_moves(tmp_path: Path, valkey: Valkey) -> None:
         running_worker(tmp_path / "a", valkey.url, "--instance", "a", threads=1) as here,
         running_worker(tmp_path / "b", valkey.url, "--instance", "b", threads=1) as there,
     ):
-        await eventually(lambda: {"worker/a", "worker/b"} <= watcher.records.keys(), timeout_s=20)
+        await eventually(lambda: {"worker/a", "worker/b"} <= watcher.records.keys())
         whole = await here.generate(tokens, MAX_TOKENS, sampling=SAMPLING, block_root=b"", prompt_block_ids=b"")
         source, target = Stream(here), Stream(there)
         await source.start(1, tokens, MAX_TOKENS, sampling=SAMPLING)

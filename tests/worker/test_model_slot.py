@@ -57,7 +57,7 @@ class Idle:
     async def status(self) -> pb.WorkerStatus:
         async with open_channel(self.told["address"]) as channel:
             stub = worker_control_pb2_grpc.WorkerControlStub(channel)
-            return await stub.Status(pb.WorkerStatusRequest(), timeout=10, metadata=call_metadata(MeshSecret(SECRET)))
+            return await stub.Status(pb.WorkerStatusRequest(), timeout=30, metadata=call_metadata(MeshSecret(SECRET)))
 
     def log_lines(self) -> list[dict[str, Any]]:
         """What it has logged."""
@@ -82,7 +82,7 @@ async def idle_worker(folder: Path, redis_url: str, *flags: str) -> AsyncIterato
         yield Idle(process, folder)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(30)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ async def _loads_and_serves(worker: Idle, model: Path, valkey: Valkey) -> None:
     assert (loaded.returncode, loaded.stdout) == (0, "w: ready (mine)\n"), loaded.stderr
     client = WorkerProcess(worker.process, worker.told, worker.folder / "worker.log")
     # A busy machine may need more than one try to connect.
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await client.channel.channel_ready()
     client.identity = (await client.report()).identity
     assert client.identity.model == "mine"
@@ -182,7 +182,7 @@ async def test_the_largest_context_is_where_requests_are_refused(tmp_path: Path,
     async with running_worker(tmp_path, valkey.url, "--num-blocks", "5") as worker:
         async with open_channel(worker.told["address"]) as channel:
             status = await worker_control_pb2_grpc.WorkerControlStub(channel).Status(
-                pb.WorkerStatusRequest(), timeout=10, metadata=worker.metadata()
+                pb.WorkerStatusRequest(), timeout=30, metadata=worker.metadata()
             )
         largest = status.memory.largest_context
         assert largest == worker.identity.context_length == 80

@@ -20,7 +20,7 @@ from services.common.registry import RegistryWatcher
 from tests.support.log_lines import log_events
 from tests.support.mesh import total
 from tests.support.valkey import Valkey
-from tests.support.waiting import eventually, eventually_async
+from tests.support.waiting import SOON_S, eventually, eventually_async
 from tests.worker.replica import WorkerProcess, running_worker
 
 
@@ -130,7 +130,7 @@ async def _bad_input_fails_alone(worker: WorkerProcess) -> None:
     assert [line["code"] for line in refusals] == ["FAILED_PRECONDITION"]
     assert refusals[0]["request_id"]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await worker.stub.Drain(worker_pb2.DrainRequest(), timeout=5)
+        await worker.stub.Drain(worker_pb2.DrainRequest(), timeout=30)
     assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
     assert len((await running).tokens[0]) == 40
 
@@ -143,7 +143,7 @@ async def _cancelling_frees_blocks(worker: WorkerProcess) -> None:
         assert (await call.read()).WhichOneof("event") == "admitted"
     for call in calls:
         call.cancel()
-    await worker.wait_idle(within_s=3)
+    await worker.wait_idle()
     await eventually_async(lambda: _settled(worker))
 
 
@@ -177,7 +177,7 @@ async def _deadlines(worker: WorkerProcess) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await worker.generate(prompt(20), 3000, timeout_s=0.5)
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    await worker.wait_idle(within_s=3)
+    await worker.wait_idle()
 
 
 async def _watch_reports_load_and_names(worker: WorkerProcess) -> None:
@@ -188,7 +188,7 @@ async def _watch_reports_load_and_names(worker: WorkerProcess) -> None:
     running = asyncio.create_task(worker.generate(prompt(64, 9), 30, request_id="named", attempt=2))
     seen: list[worker_pb2.WorkerLoad] = []
     times: list[float] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not any("named/2" in load.ended for load in seen):
             seen.append((await call.read()).load)
             times.append(time.monotonic())
@@ -200,17 +200,17 @@ async def _watch_reports_load_and_names(worker: WorkerProcess) -> None:
     os.kill(worker.child("engine"), signal.SIGSTOP)
     stopped_s = time.monotonic()
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     async with asyncio.timeout(0.8):
                         await asyncio.shield(pending := asyncio.ensure_future(call.read()))
                 except TimeoutError:
                     break
-        assert time.monotonic() - 0.8 - stopped_s < 0.7, "watchers count their second from the last report"
+        assert time.monotonic() - 0.8 - stopped_s < SOON_S, "watchers count their second from the last report"
     finally:
         os.kill(worker.child("engine"), signal.SIGCONT)
-    report = await asyncio.wait_for(pending, 5)
+    report = await asyncio.wait_for(pending, 30)
     assert report.load.ready
     call.cancel()
 
@@ -218,7 +218,7 @@ async def _watch_reports_load_and_names(worker: WorkerProcess) -> None:
 @pytest.mark.parametrize("role", ["engine", "mover"])
 async def test_a_dead_child_ends_the_replica(worker: WorkerProcess, role: str) -> None:
     running = asyncio.create_task(worker.generate(prompt(50), 2000))
-    await eventually_async(lambda: _decoding(worker), timeout_s=10)
+    await eventually_async(lambda: _decoding(worker))
     watch = worker.watch()
     await watch.read()
     killed_s = time.monotonic()
@@ -226,8 +226,8 @@ async def test_a_dead_child_ends_the_replica(worker: WorkerProcess, role: str) -
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await running
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert time.monotonic() - killed_s < 1.5
-    assert await asyncio.to_thread(worker.process.wait, 10) == 1
+    assert time.monotonic() - killed_s < SOON_S
+    assert await asyncio.to_thread(worker.process.wait, 30) == 1
     other = worker.child("mover" if role == "engine" else "engine")
     await eventually(lambda: not Path(f"/proc/{other}").exists())
 
@@ -240,15 +240,15 @@ async def test_sigterm_lets_streams_finish_until_its_deadline(tmp_path: Path, va
     async with running_worker(tmp_path, valkey.url, "--drain-deadline-s", "6") as worker:
         endless = asyncio.create_task(worker.generate(prompt(50, 1), 3000))
         running = asyncio.create_task(worker.generate(prompt(50), 30))
-        await eventually_async(lambda: _decoding(worker), timeout_s=10)
+        await eventually_async(lambda: _decoding(worker))
         watch = worker.watch()
         await watch.read()
-        await worker.stub.Drain(worker_pb2.DrainRequest(), metadata=worker.metadata(), timeout=5)
+        await worker.stub.Drain(worker_pb2.DrainRequest(), metadata=worker.metadata(), timeout=30)
         health = health_pb2_grpc.HealthStub(worker.channel)
-        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
         worker.process.terminate()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not (report := await watch.read()).load.draining:
                 pass
         assert not report.load.ready
@@ -259,4 +259,4 @@ async def test_sigterm_lets_streams_finish_until_its_deadline(tmp_path: Path, va
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await endless
         assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert await asyncio.to_thread(worker.process.wait, 10) == 0
+        assert await asyncio.to_thread(worker.process.wait, 30) == 0

@@ -70,10 +70,10 @@ async def test_evicted_blocks_come_back_and_peers_share(tmp_path: Path, valkey: 
         registry(valkey.url) as watcher,
         running_worker(tmp_path / "a", valkey.url, "--num-blocks", "24", threads=1) as worker,
     ):
-        await eventually(lambda: {"kvstore/kv", "worker/w"} <= watcher.records.keys(), timeout_s=20)
-        await eventually(lambda: '"push target"' in worker.log(), timeout_s=20)
+        await eventually(lambda: {"kvstore/kv", "worker/w"} <= watcher.records.keys())
+        await eventually(lambda: '"push target"' in worker.log())
         cold = await worker.generate(tokens, 10)
-        await eventually(lambda: total(worker.metrics(), "kvmesh_mover_pushed_blocks_total") >= 6, timeout_s=10)
+        await eventually(lambda: total(worker.metrics(), "kvmesh_mover_pushed_blocks_total") >= 6)
         for other in range(1, 6):
             await worker.generate(prompt(120, 100 + other), 2)
         step = pull_step(watcher.records["kvstore/kv"], 6)
@@ -105,8 +105,8 @@ async def test_blocks_that_are_about_to_go_are_pushed_in_time(tmp_path: Path, va
         registry(valkey.url) as watcher,
         running_worker(tmp_path / "a", valkey.url, *options, threads=1) as worker,
     ):
-        await eventually(lambda: {"kvstore/kv", "worker/w"} <= watcher.records.keys(), timeout_s=20)
-        await eventually(lambda: '"push target"' in worker.log(), timeout_s=20)
+        await eventually(lambda: {"kvstore/kv", "worker/w"} <= watcher.records.keys())
+        await eventually(lambda: '"push target"' in worker.log())
         cold = await worker.generate(tokens, 10)
         for other in range(6):
             await worker.generate(prompt(120, 100 + other), 2)
@@ -131,10 +131,10 @@ async def test_blocks_of_a_pool_that_is_not_shared_travel_through_staging(tmp_pa
         registry(valkey.url) as watcher,
         running_worker(tmp_path / "a", valkey.url, "--num-blocks", "24", *staged, threads=1) as worker,
     ):
-        await eventually(lambda: {"kvstore/kv", "worker/w"} <= watcher.records.keys(), timeout_s=20)
-        await eventually(lambda: '"push target"' in worker.log(), timeout_s=20)
+        await eventually(lambda: {"kvstore/kv", "worker/w"} <= watcher.records.keys())
+        await eventually(lambda: '"push target"' in worker.log())
         cold = await worker.generate(tokens, 10)
-        await eventually(lambda: total(worker.metrics(), "kvmesh_mover_pushed_blocks_total") >= 6, timeout_s=10)
+        await eventually(lambda: total(worker.metrics(), "kvmesh_mover_pushed_blocks_total") >= 6)
         for other in range(1, 6):
             await worker.generate(prompt(120, 100 + other), 2)
         back = await worker.generate(tokens, 10, pull_plan=[pull_step(watcher.records["kvstore/kv"], 6)])

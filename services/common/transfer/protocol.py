@@ -2,7 +2,7 @@
 
 Two promises hold for every transport. When `pull` or `push` has returned or raised, nobody reads or writes the
 buffers it was given any more: a buffer whose operation timed out is kept until the transport says that it is done.
-And a peer that is dead or silent is an error within a second.
+And a peer that is dead or falls silent is an error within a second; one that never spoke, within `CONNECT_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_WAITING_PULL_S = 120.0
 # A heartbeat goes out this often while something is under way; this many without an answer mean that the peer is lost.
 HEARTBEAT_S = 0.2
 SILENT_HEARTBEATS = 4
-# Longest wait for a connection and its handshake.
-CONNECT_TIMEOUT_S = 0.8
+# Longest wait for a connection and its handshake: what both sides compute for it takes a busy machine over a second.
+CONNECT_TIMEOUT_S = 3.0
 # How long a stopped pull may take to end in an orderly way before its connection is closed.
 STOP_GRACE_S = 0.5
 

@@ -188,7 +188,7 @@ def test_locks(tmp_path: Path) -> None:
     started_s = time.monotonic()
     with pytest.raises(CopyTimeout, match=r"locked by another process for 0\.1 s"):
         lock(tmp_path / "l", 0.1)
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 30
     held.close()
     with lock(tmp_path / "l", 0.1):
         pass

@@ -24,7 +24,7 @@ from services.common.transfer.shm_regions import adopt_region, create_region, ma
 from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
 from tests.common.transfer.conftest import StartHolder, shown_memory
 from tests.common.transfer.test_transports import BLOCK_BYTES, Pulled, pull
-from tests.support.waiting import eventually
+from tests.support.waiting import SOON_S, eventually
 
 _KEY = MeshSecret(SECRET).pull_key
 
@@ -65,7 +65,7 @@ async def test_a_puller_that_takes_nothing_loses_its_lease_at_the_deadline(start
     await eventually(lambda: holder.state()["open_leases"] == 1)
     started_s = time.monotonic()
     await eventually(lambda: holder.state()["open_leases"] == 0)
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < SOON_S
     connection.fail(PeerLost("end of the test"))
 
 
@@ -77,7 +77,7 @@ async def test_a_silent_puller_holds_blocks_for_a_second_at_most(start_holder: S
     await eventually(lambda: holder.state()["open_leases"] == 1)
     started_s = time.monotonic()
     await eventually(lambda: holder.state()["open_leases"] == 0)
-    assert time.monotonic() - started_s < 1.2
+    assert time.monotonic() - started_s < SOON_S
     connection.fail(PeerLost("end of the test"))
 
 
@@ -92,13 +92,13 @@ async def test_messages_from_a_client_are_checked(start_holder: StartHolder) -> 
         failed: asyncio.Future[TransferError] = asyncio.get_running_loop().create_future()
         connection.on_failed = failed.set_result
         connection.start()
-        connection.send(wire.Pull(1, join_ids(chain(2)), EPOCH, 5.0, "", ""))
+        connection.send(wire.Pull(1, join_ids(chain(2)), EPOCH, 120.0, "", ""))
         await eventually(lambda: holder.state()["open_leases"] == 1)
         connection.send(message)
         if isinstance(message, wire.ShownOffer):
             await eventually(lambda: holder.state()["open_reservations"] == 0)
             connection.fail(PeerLost("end of the test"))
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             assert isinstance(await failed, PeerLost)
         await eventually(lambda: holder.state()["open_leases"] == 0)
 
@@ -133,7 +133,7 @@ async def test_a_holder_lost_while_it_leases_is_an_error_within_a_second(
     started_s = time.monotonic()
     with pytest.raises(PeerLost):
         await task
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < SOON_S
     await transport.close()
 
 

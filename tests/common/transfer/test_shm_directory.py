@@ -209,7 +209,7 @@ async def test_a_holder_that_dies_in_the_middle(start_holder: StartHolder) -> No
     task = asyncio.ensure_future(pull(transport, holder.peer, pulled))
     await pulled.first.wait()
     holder.end()
-    await asyncio.wait((task,), timeout=2.0)
+    await asyncio.wait((task,), timeout=30.0)
     assert task.done()
     pulled.assert_good(len(pulled.headers))
     await transport.close()

@@ -30,7 +30,7 @@ from services.common.transfer.shm_connection import NotHere
 from tests.common.transfer.blocks import EPOCH, SECRET, block_format, chain, header, payload
 from tests.common.transfer.conftest import HolderProcess, StartHolder, open_transport, shown
 from tests.support.processor_time import idle_share
-from tests.support.waiting import eventually
+from tests.support.waiting import SOON_S, eventually
 
 BLOCK_BYTES = 192 * 1024
 MIB_BLOCK = 3 * 2**20
@@ -67,7 +67,7 @@ async def pull(
     pulled: Pulled,
     *,
     epoch: int = EPOCH,
-    deadline_s: float = 5.0,
+    deadline_s: float = 30.0,
     traceparent: str = "",
     heads: HeadRange | None = None,
 ) -> PullResult:
@@ -175,7 +175,7 @@ async def test_a_peer_lost_in_mid_pull_is_an_error_within_a_second(
     started_s = time.monotonic()
     with pytest.raises(PeerLost):
         await task
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < SOON_S
     await _assert_untouched_from_now_on(holder, pulled)
 
 
@@ -205,12 +205,12 @@ async def test_a_peer_lost_before_a_pull_or_push_is_an_error_within_a_second(
         started_s = time.monotonic()
         with pytest.raises(TransferError):
             await pull(transport, holder.peer, Pulled(chain(2)))
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < SOON_S
     data = payload(chain(1)[0], BLOCK_BYTES)
     started_s = time.monotonic()
     with pytest.raises(TransferError):
-        await transport.push(holder.peer, PushRequest([header(chain(1), 0, data)], shown([data]), EPOCH, 5.0))
-    assert time.monotonic() - started_s < 1.0
+        await transport.push(holder.peer, PushRequest([header(chain(1), 0, data)], shown([data]), EPOCH, 30.0))
+    assert time.monotonic() - started_s < SOON_S
 
 
 async def test_a_puller_reconnects(transport: Transport, start_holder: StartHolder) -> None:
@@ -234,7 +234,7 @@ async def test_a_deadline_ends_a_pull_that_the_holder_does_not_answer(
         assert (await pull(transport, holder.peer, Pulled(chain(1)), deadline_s=0.3)).stop == STOP_DEADLINE
     except TransferTimeout:
         assert time.monotonic() - started_s > 0.2
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < SOON_S
 
 
 async def test_a_cancelled_pull_leaves_the_connection_and_no_lease(
@@ -266,14 +266,14 @@ async def test_a_lost_puller_costs_the_holder_no_lease(transport_name: str, star
         await puller.close()
         with pytest.raises((TransferError, asyncio.CancelledError)):
             await task
-        await eventually(lambda: holder.state()["open_leases"] == 0, timeout_s=2.0)
+        await eventually(lambda: holder.state()["open_leases"] == 0)
 
 
 async def test_nobody_listens(transport: Transport) -> None:
     started_s = time.monotonic()
     with pytest.raises(TransferError):
         await pull(transport, PeerAddress("127.0.0.1:9", "127.0.0.1:9"), Pulled(chain(1)))
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < SOON_S
 
 
 async def test_a_block_of_another_model_is_not_verified(transport: Transport, start_holder: StartHolder) -> None:

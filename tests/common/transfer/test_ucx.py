@@ -22,7 +22,7 @@ from services.common.transfer.ucx_reactor import UcxEndpoint, UcxReactor, transp
 from tests.common.transfer.blocks import EPOCH, SECRET, chain, header, payload
 from tests.common.transfer.conftest import HolderProcess, StartHolder
 from tests.common.transfer.test_transports import BLOCK_BYTES, Pulled, pull
-from tests.support.waiting import eventually
+from tests.support.waiting import SOON_S, eventually
 
 _KEY = MeshSecret(SECRET).pull_key
 
@@ -54,7 +54,7 @@ async def test_a_silent_puller_holds_blocks_for_a_second_at_most(
     await eventually(lambda: holder.state()["open_leases"] == 1)
     started_s = time.monotonic()
     await eventually(lambda: holder.state()["open_leases"] == 0)
-    assert time.monotonic() - started_s < 1.2
+    assert time.monotonic() - started_s < SOON_S
     connection.fail(PeerLost("end of the test"))
 
 
@@ -67,7 +67,7 @@ async def test_a_silent_pusher_holds_room_for_a_second_at_most(reactor: UcxReact
     await eventually(lambda: holder.state()["open_reservations"] == 1)
     started_s = time.monotonic()
     await eventually(lambda: holder.state()["open_reservations"] == 0)
-    assert time.monotonic() - started_s < 1.2
+    assert time.monotonic() - started_s < SOON_S
     assert holder.state()["pushed"] == []
     connection.fail(PeerLost("end of the test"))
 
@@ -97,7 +97,7 @@ async def test_garbage_and_old_versions_are_turned_away(reactor: UcxReactor, sta
         await endpoint.stream_send(frame.ljust(wire.FRAME_BYTES, b"\0"))
         answer = bytearray(wire.FRAME_BYTES)
         try:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(60):
                 await asyncio.shield(endpoint.stream_recv(answer))
             assert isinstance(wire.decode(answer), wire.Refused)
         except PeerLost:
@@ -108,7 +108,7 @@ async def test_garbage_and_old_versions_are_turned_away(reactor: UcxReactor, sta
     connection.on_failed = failed.set_result
     connection.start()
     connection.send(wire.PushEnd(1, 1))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         assert isinstance(await failed, PeerLost)
     good = UcxTransport(reactor, _KEY)
     pulled = Pulled(chain(1))
@@ -181,7 +181,7 @@ async def test_a_holder_that_accepts_what_was_not_offered(
     assert isinstance(message, wire.Offer)
     connection.send(wire.Accept(message.op, first, count, connection.take_receive_tags(2)))
     connection.send(wire.PushEnd(message.op, accepted))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         with pytest.raises(ProtocolViolation):
             await pushing
     await transport.close()

@@ -14,7 +14,7 @@ from services.router.control.follower import ControlFollower
 from services.router.control.table import KEEP_US, ControlTable, Entry
 from services.router.errors import RedisSilentError
 from tests.support.valkey import Valkey
-from tests.support.waiting import eventually
+from tests.support.waiting import SOON_S, eventually
 
 
 @dataclass
@@ -49,9 +49,9 @@ async def test_a_change_reaches_every_router_within_a_second(valkey: Valkey) -> 
         await two.follower.synced.wait()
         await one.drain("w1", 5)
         assert one.table.drains == {"w1": 5}
-        await eventually(lambda: two.table.drains == {"w1": 5}, timeout_s=1.0)
+        await eventually(lambda: two.table.drains == {"w1": 5}, timeout_s=SOON_S)
         await two.drain("w1", 0)
-        await eventually(lambda: one.table.drains == {}, timeout_s=1.0)
+        await eventually(lambda: one.table.drains == {}, timeout_s=SOON_S)
 
 
 async def test_simultaneous_changes_of_one_entry_are_all_made(valkey: Valkey) -> None:

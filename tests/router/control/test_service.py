@@ -20,7 +20,7 @@ from services.common.rpc import call_metadata
 from tests.router.fake_worker import DIGEST, FakeWorker
 from tests.router.test_router import SECRET, RouterProcess, router
 from tests.support.valkey import Valkey
-from tests.support.waiting import eventually_async
+from tests.support.waiting import SOON_S, eventually_async
 
 KEY = "an admin's key"
 OTHER = b"e" * 16
@@ -35,7 +35,7 @@ class Operator:
         self._metadata = (*call_metadata(SECRET), bearer(key))
 
     async def call(self, method: str, request: Any) -> Any:
-        return await getattr(self._stub, method)(request, timeout=10, metadata=self._metadata)
+        return await getattr(self._stub, method)(request, timeout=30, metadata=self._metadata)
 
     async def refused(self, method: str, request: Any) -> tuple[grpc.StatusCode, str]:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -77,13 +77,13 @@ async def test_versions_traffic_and_rollback_reach_every_router(tmp_path: Path, 
         watch = two.process.stub.WatchModels(router_pb2.WatchModelsRequest(), metadata=two.process.metadata)
 
         async def weights() -> dict[str, int]:
-            snapshot = await asyncio.wait_for(watch.read(), 2)
+            snapshot = await asyncio.wait_for(watch.read(), 30)
             return {version.version: version.weight for version in snapshot.traffic[0].versions}
 
         async def canary() -> bool:
             return await weights() == {"v1": 90, "v2": 10}
 
-        await eventually_async(canary, timeout_s=2)
+        await eventually_async(canary)
         await one.call("Rollback", pb.RollbackRequest(name="m"))
         assert await weights() == {"v1": 100, "v2": 0}
         assert (await two.refused("Rollback", pb.RollbackRequest(name="m")))[0] == grpc.StatusCode.FAILED_PRECONDITION
@@ -102,7 +102,7 @@ async def test_a_drained_worker_gets_nothing_from_any_router(tmp_path: Path, val
         async def drained_there() -> bool:
             return any(view.drained for view in (await two.process.describe()).workers)
 
-        await eventually_async(drained_there, timeout_s=1)
+        await eventually_async(drained_there, timeout_s=SOON_S)
         for process in (one.process, two.process):
             stream = process.route()
             assert {(await stream.ask([])).grant.worker_id for _ in range(8)} == {"w2"}

@@ -129,7 +129,7 @@ async def test_routers_agree_with_the_holders_after_any_of_it(valkey: Valkey, cl
         await churn(30)
         valkey.start()
         await churn(30)
-        await eventually(lambda: all(map(agrees, routers)), timeout_s=15)
+        await eventually(lambda: all(map(agrees, routers)))
         for router in routers:
             for chain in chains:
                 lengths = router.replica.find(chain).lengths(router.replica.blocks.num_slots)

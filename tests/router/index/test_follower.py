@@ -89,7 +89,7 @@ async def test_changes_arrive_and_a_late_router_reads_the_same(mesh: Mesh, clien
     await eventually(lambda: mesh.held() == wanted)
     late = Mesh(client)
     late.follow()
-    await asyncio.wait_for(late.follower.synced.wait(), 5)
+    await asyncio.wait_for(late.follower.synced.wait(), 30)
     assert late.held() == wanted
     announcer.clear()
     await eventually(lambda: mesh.held() == late.held() == {})
@@ -136,10 +136,10 @@ async def test_a_redis_that_hangs_is_caught_up_with(valkey: Valkey, mesh: Mesh) 
     valkey.pause()
     try:
         announcer.add(ids[50:], Tier.HBM)
-        await eventually(lambda: not announcer._health.connected, timeout_s=8)
+        await eventually(lambda: not announcer._health.connected)
     finally:
         valkey.resume()
-    await eventually(lambda: mesh.held() == tiers(ids), timeout_s=8)
+    await eventually(lambda: mesh.held() == tiers(ids))
     await announcer.flushed(5)
     # What was sent and not answered has been applied once.
     assert await mesh.client.xlen(announcer._keys.changes) == announcer._seq
@@ -189,16 +189,19 @@ async def test_a_new_epoch_replaces_the_old_one_which_is_then_rejected(mesh: Mes
 
 
 async def test_a_lost_lease_and_a_clean_stop_remove_a_location(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcer_module, "LEASE_S", 0.5)
     mesh.follow()
-    dying, stopping = mesh.announcer("dying"), mesh.announcer("stopping")
     ids = random_ids(5)
-    dying.add(ids, Tier.HBM)
+    monkeypatch.setattr(announcer_module, "LEASE_S", 600.0)
+    stopping = mesh.announcer("stopping")
     stopping.add(ids, Tier.HBM)
-    await eventually(lambda: mesh.held("dying") == mesh.held("stopping") == tiers(ids))
-    await mesh.end(last=2)
+    await eventually(lambda: mesh.held("stopping") == tiers(ids))
+    await mesh.end(last=1)
     await stopping.close()
-    await eventually(lambda: mesh.held("stopping") is None, timeout_s=0.4)
+    await eventually(lambda: mesh.held("stopping") is None)
+    monkeypatch.setattr(announcer_module, "LEASE_S", 0.5)
+    mesh.announcer("dying").add(ids, Tier.HBM)
+    await eventually(lambda: mesh.held("dying") == tiers(ids))
+    await mesh.end(last=1)
     await eventually(lambda: mesh.held("dying") is None)
     await eventually(lambda: not len(mesh.replica.blocks))
 
@@ -224,5 +227,5 @@ async def test_cancelling_ends_a_follower_at_any_moment(client: RedisClient) -> 
         running = asyncio.create_task(IndexFollower(client, Replica()).run())
         await asyncio.sleep(0.002 * number)
         running.cancel()
-        done, _ = await asyncio.wait([running], timeout=3)
+        done, _ = await asyncio.wait([running], timeout=30.0)
         assert done

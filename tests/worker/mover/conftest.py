@@ -105,7 +105,7 @@ class MoverProcess:
         ids: list[BlockId],
         slots: list[int],
         *runs: HolderRun,
-        deadline_s: float = 5.0,
+        deadline_s: float = 30.0,
         patience_s: float = 0.0,
         block_compute_s: float = 0.0,
     ) -> None:
@@ -118,7 +118,7 @@ class MoverProcess:
     def target(self, location_id: str, peer: PeerAddress) -> None:
         self.front.send(PushTarget(location_id, 0, peer.pull_address, peer.grpc_address))
 
-    async def done(self, kind: type[T], key: int, timeout_s: float = 8.0) -> T:
+    async def done(self, kind: type[T], key: int, timeout_s: float = 60.0) -> T:
         """The one terminal message of an operation."""
         async with asyncio.timeout(timeout_s), self.arrived:
             await self.arrived.wait_for(lambda: self._found(kind, key))
@@ -157,7 +157,7 @@ class MoverProcess:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
 
 
 StartMover = Callable[..., Awaitable[MoverProcess]]
@@ -222,7 +222,7 @@ async def _start(transport: str, expected: BlockFormat, heads: HeadRange) -> Mov
     front_link: AsyncLink[FromMoverToFront] = await AsyncLink.open(front, FromMoverToFront)
     mover = MoverProcess(process, pool, expected, heads, engine_link, front_link)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             ready = await mover.front.receive()
     except BaseException:
         mover.end()

@@ -18,7 +18,7 @@ from tests.common.transfer.conftest import StartHolder, start_holder, transport,
 from tests.common.transfer.test_transports import Pulled, pull
 from tests.kvstore.conftest import StartKvStore, start_kvstore
 from tests.support.processor_time import idle_share
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, SOON_S, eventually
 from tests.worker.mover.conftest import BLOCK_BYTES, MoverProcess, StartMover
 
 __all__ = ["start_holder", "start_kvstore", "transport", "transport_name"]
@@ -98,7 +98,7 @@ async def test_a_lost_holder_ends_a_pull_within_a_second(
     started_s = time.monotonic()
     mover.pull(2, chain(64)[:40], list(range(40)), run_at(holder.peer, 0, 40))
     done = await mover.done(PullDone, 2)
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < SOON_S
     assert (done.num_blocks, done.error != "") == (0, True)
     mark = b"\xa5" * len(mover.pool)
     mover.pool[:] = mark
@@ -137,9 +137,9 @@ async def test_it_serves_pinned_blocks(transport_name: str, transport: Transport
     assert (await pull(transport, mover.peer, Pulled(ids), epoch=EPOCH + 1)).stop == STOP_EPOCH
     mover.answers_pins = False
     started_s = time.monotonic()
-    result = await pull(transport, mover.peer, Pulled(ids), deadline_s=4.0)
+    result = await pull(transport, mover.peer, Pulled(ids), deadline_s=60.0)
     assert result.num_blocks == 0
-    assert time.monotonic() - started_s < 3.5
+    assert time.monotonic() - started_s < SOON_S
     await eventually(lambda: mover.counters is not None and mover.counters.served_blocks == 25)
 
 
@@ -203,7 +203,7 @@ async def test_it_ends_with_its_links(transport_name: str, start_mover: StartMov
     mover = await start_mover(transport_name)
     mover.process.send_signal(signal.SIGTERM)
     await mover.engine.close()
-    assert await asyncio.to_thread(mover.process.wait, 10) == 0
+    assert await asyncio.to_thread(mover.process.wait, 30) == 0
 
 
 async def test_an_idle_mover_uses_no_cpu(transport_name: str, start_mover: StartMover) -> None:
@@ -237,10 +237,9 @@ async def test_a_dead_node_is_reported_and_costs_no_waits(
     assert (await mover.done(PullDone, 4)).error == "the node rests after failures"
     mover.push(5, ids, [_ROOT_ID, ids[0]], slots, starts=True)
     assert (await mover.done(PushDone, 5)) == PushDone(5, 0, "kv-1", 0, False)
-    started_s = time.monotonic()
-    key = 6
-    while not mover.failing and time.monotonic() - started_s < 10:
-        mover.pull(key, ids, [10, 11], run_at(node.peer, 0, 2, epoch=0, name="kv-1"))
-        await mover.done(PullDone, key)
-        key += 1
+    keys = itertools.count(6)
+    async with asyncio.timeout(PATIENCE_S):
+        while not mover.failing:
+            mover.pull(key := next(keys), ids, [10, 11], run_at(node.peer, 0, 2, epoch=0, name="kv-1"))
+            await mover.done(PullDone, key)
     assert mover.failing[0] == NodeFailing("kv-1", 0)
