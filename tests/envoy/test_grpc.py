@@ -43,7 +43,7 @@ async def test_a_compressed_request_passes(channel: grpc.aio.Channel) -> None:
 
 async def test_a_status_stays_a_status(channel: grpc.aio.Channel) -> None:
     call = inference_pb2_grpc.InferenceStub(channel).Generate(
-        inference_pb2.GenerateRequest(model="missing"), timeout=10
+        inference_pb2.GenerateRequest(model="missing"), timeout=30
     )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()

@@ -70,7 +70,7 @@ class Load:
     async def _ask(self, body: dict[str, object]) -> None:
         worker, last = "", ""
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 async for headers, data in events(self.mesh, body):
                     worker, last = headers["x-kvmesh-worker"], data
                     assert headers["x-request-id"]
@@ -119,7 +119,7 @@ async def ctl(mesh: Mesh, *words: str) -> Any:
     return await asyncio.to_thread(run)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 90.0) -> None:
     async with asyncio.timeout(within_s):
         while not await condition():
             await asyncio.sleep(0.05)

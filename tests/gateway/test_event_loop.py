@@ -42,7 +42,7 @@ class LagMeter:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def long_mesh(text_model: TextModel) -> AsyncIterator[Mesh]:
     """A mesh whose model has room for a megabyte."""
-    async with running_mesh(text_model) as mesh:
+    async with running_mesh(text_model, prepare_timeout_s=120) as mesh:
         mesh.router.set_models(served_model(context_length=2**20))
         await eventually(lambda: mesh.gateway.core.catalog.views["smollm2-135m"][0].view.context_length == 2**20)
         yield mesh
@@ -52,7 +52,7 @@ async def worst_lag_s(mesh: Mesh, body: bytes) -> float:
     """The loop's worst lag from the arrival of `body` to the worker's admission."""
     meter = LagMeter()
     task = asyncio.create_task(meter.run())
-    call = mesh.openai.ChatCompletions(HttpBody(data=body), timeout=60)
+    call = mesh.openai.ChatCompletions(HttpBody(data=body), timeout=120)
     await call.read()
     task.cancel()
     call.cancel()

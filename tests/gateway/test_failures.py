@@ -204,7 +204,7 @@ async def test_grant_carries_identity_to_the_worker(mesh: Mesh) -> None:
 async def strict_shared(text_model: TextModel) -> AsyncIterator[Mesh]:
     """A mesh with short limits."""
     async with running_mesh(
-        text_model, workers=2, admit_patience_s=0.5, admit_timeout_s=2.0, stall_timeout_s=2.0, heartbeat_s=0.2,
+        text_model, workers=2, admit_patience_s=0.6, admit_timeout_s=1.5, stall_timeout_s=2.0, heartbeat_s=0.2,
         max_inflight_requests=4, max_tenant_inflight_requests=3, default_deadline_s=30,
     ) as mesh:  # fmt: skip
         yield mesh

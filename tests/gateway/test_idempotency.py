@@ -62,42 +62,42 @@ def test_names_tell_tenants_and_keys_apart(tenant: str, key: str, other_tenant: 
 
 
 async def test_a_request_is_claimed_once(records: IdempotencyRecords) -> None:
-    first = await records.claim("t", "body", life_s=5)
-    second = await records.claim("t", "body", life_s=5)
+    first = await records.claim("t", "body", life_s=60)
+    second = await records.claim("t", "body", life_s=60)
     assert first.is_ours
     assert (second.is_ours, second.run, second.at_s, second.places) == (False, first.run, first.at_s, ())
-    assert (await records.claim("u", "body", life_s=5)).is_ours
+    assert (await records.claim("u", "body", life_s=60)).is_ours
     with pytest.raises(OtherBody):
-        await records.claim("t", "another", life_s=5)
+        await records.claim("t", "another", life_s=60)
 
 
 async def test_a_repeat_learns_where_the_request_runs(records: IdempotencyRecords) -> None:
-    first = await records.claim("t", "body", life_s=5)
+    first = await records.claim("t", "body", life_s=60)
     begun = begun_fields("m", b"digest", 2)
-    assert await records.note("t", first.run, begun | place_fields({0: PLACES[0]}, 2, 1), life_s=5)
-    assert (await records.claim("t", "body", life_s=5)).places == ()
-    assert await records.note("t", first.run, begun | place_fields(PLACES, 2, 2), life_s=5)
-    found = await records.claim("t", "body", life_s=5)
+    assert await records.note("t", first.run, begun | place_fields({0: PLACES[0]}, 2, 1), life_s=60)
+    assert (await records.claim("t", "body", life_s=60)).places == ()
+    assert await records.note("t", first.run, begun | place_fields(PLACES, 2, 2), life_s=60)
+    found = await records.claim("t", "body", life_s=60)
     assert found == Claim(first.run, first.at_s, False, "m", b"digest", (PLACES[0], PLACES[1]), "2")
 
 
 async def test_a_run_that_cannot_be_read_is_superseded_once(records: IdempotencyRecords) -> None:
-    first = await records.claim("t", "body", life_s=5)
+    first = await records.claim("t", "body", life_s=60)
     begun = begun_fields("m", b"digest", 1)
-    await records.note("t", first.run, begun | place_fields({0: PLACES[0]}, 1, 1), life_s=5)
-    failed = await records.claim("t", "body", life_s=5)
-    await records.note("t", first.run, begun | place_fields({0: PLACES[1]}, 1, 2), life_s=5)
-    moved = await records.claim("t", "body", life_s=5, failed=failed)
+    await records.note("t", first.run, begun | place_fields({0: PLACES[0]}, 1, 1), life_s=60)
+    failed = await records.claim("t", "body", life_s=60)
+    await records.note("t", first.run, begun | place_fields({0: PLACES[1]}, 1, 2), life_s=60)
+    moved = await records.claim("t", "body", life_s=60, failed=failed)
     assert moved.places == (PLACES[1],), "it has found another worker meanwhile"
-    second = await records.claim("t", "body", life_s=5, failed=moved)
-    third = await records.claim("t", "body", life_s=5, failed=moved)
+    second = await records.claim("t", "body", life_s=60, failed=moved)
+    third = await records.claim("t", "body", life_s=60, failed=moved)
     assert (second.is_ours, third.is_ours, third.run) == (True, False, second.run)
     assert (second.at_s, second.run > first.run) == (first.at_s, True)
-    assert not await records.note("t", first.run, {}, life_s=5)
+    assert not await records.note("t", first.run, {}, life_s=60)
     await records.forget("t", first.run)
-    assert not (await records.claim("t", "body", life_s=5)).is_ours
+    assert not (await records.claim("t", "body", life_s=60)).is_ours
     await records.forget("t", second.run)
-    assert (await records.claim("t", "another", life_s=5)).is_ours
+    assert (await records.claim("t", "another", life_s=60)).is_ours
 
 
 async def test_a_run_whose_gateway_has_died_before_any_worker_had_it(
@@ -125,18 +125,18 @@ async def test_the_window_ends(records: IdempotencyRecords) -> None:
 
 
 async def test_nobody_waits_long_for_redis(records: IdempotencyRecords, valkey: Valkey) -> None:
-    await records.claim("t", "body", life_s=5)
+    await records.claim("t", "body", life_s=60)
     valkey.pause()
     with pytest.raises(RecordsLost):
-        await records.claim("t", "body", life_s=5)
+        await records.claim("t", "body", life_s=60)
     # For a while after a loss no call waits at all: it ends before anything is awaited.
     with pytest.raises(RecordsLost):
-        records.claim("t", "body", life_s=5).send(None)
+        records.claim("t", "body", life_s=60).send(None)
     valkey.resume()
 
     async def answers() -> bool:
         try:
-            await records.claim("t", "body", life_s=5)
+            await records.claim("t", "body", life_s=60)
         except RecordsLost:
             return False
         return True
@@ -148,15 +148,15 @@ async def test_nobody_waits_long_for_redis(records: IdempotencyRecords, valkey: 
 
 async def test_what_a_run_tells(records: IdempotencyRecords, client: RedisClient) -> None:
     names = names_of(SECRET, "tenant", "a key")
-    claim = await records.claim(names.tag, "body", life_s=5)
-    run = KeyedRun(records, names, claim, keep_s=WINDOW_S, deadline_at_s=time.monotonic() + 5)
+    claim = await records.claim(names.tag, "body", life_s=60)
+    run = KeyedRun(records, names, claim, keep_s=WINDOW_S, deadline_at_s=time.monotonic() + 60)
     task = asyncio.create_task(run.tell())
     run.begin("m", b"digest", 1)
     run.keeper(0).placed(Grant(worker_id="w", worker_address="h:1"), 1, is_resumed=False)
     found = [claim]
 
     async def is_told() -> bool:
-        found[0] = await records.claim(names.tag, "body", life_s=5)
+        found[0] = await records.claim(names.tag, "body", life_s=60)
         return bool(found[0].places)
 
     async with asyncio.timeout(60):
@@ -167,14 +167,14 @@ async def test_what_a_run_tells(records: IdempotencyRecords, client: RedisClient
     assert not any("tenant" in key or "a key" in key for key in keys)
     run.end(is_complete=False, is_failed=True)
     await asyncio.wait_for(task, 30)
-    assert (await records.claim(names.tag, "another", life_s=5)).is_ours, "a failure is not repeated"
+    assert (await records.claim(names.tag, "another", life_s=60)).is_ours, "a failure is not repeated"
 
 
 async def test_a_superseded_run_goes_on_untold(records: IdempotencyRecords) -> None:
     names = names_of(SECRET, "tenant", "a key")
-    claim = await records.claim(names.tag, "body", life_s=5)
-    await records.claim(names.tag, "body", life_s=5, failed=claim)
-    run = KeyedRun(records, names, claim, keep_s=WINDOW_S, deadline_at_s=time.monotonic() + 5)
+    claim = await records.claim(names.tag, "body", life_s=60)
+    await records.claim(names.tag, "body", life_s=60, failed=claim)
+    run = KeyedRun(records, names, claim, keep_s=WINDOW_S, deadline_at_s=time.monotonic() + 60)
     task = asyncio.create_task(run.tell())
     run.begin("m", b"digest", 1)
     await eventually(task.done)

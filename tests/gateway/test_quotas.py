@@ -125,7 +125,7 @@ async def test_places_in_flight_are_leases(pair: tuple[Quotas, Quotas]) -> None:
 
 
 async def test_the_places_of_a_dead_gateway_come_back(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.quotas.LEASE_S", 0.6)
+    monkeypatch.setattr("services.gateway.quotas.LEASE_S", 2.5)
     policy = TenantPolicy(concurrent_requests=2)
     async with gateway(server, "living") as living:
         await living._client.flushall()
@@ -135,7 +135,7 @@ async def test_the_places_of_a_dead_gateway_come_back(server: Valkey, monkeypatc
         assert not await admits(living, policy)
         await eventually_async(lambda: admits(living, policy))
         held = await charged(living, policy)
-        await asyncio.sleep(1.0)  # longer than a lease: these two are renewed
+        await asyncio.sleep(3.5)  # longer than a lease: these two are renewed
         assert not await admits(living, policy)
         for charge in (mine, held):
             living.settle(charge, 1)

@@ -168,7 +168,7 @@ async def test_a_client_may_leave_while_its_work_waits(mesh: Mesh) -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def brief(text_model: TextModel) -> AsyncIterator[Mesh]:
     """A mesh of short patience."""
-    async with running_mesh(text_model, workers=2, rescue_wait_s=0.4, worker_silence_s=0.5) as mesh:
+    async with running_mesh(text_model, workers=2, rescue_wait_s=0.4, worker_silence_s=1.5) as mesh:
         yield mesh
 
 

@@ -48,7 +48,7 @@ async def push(
 async def stats(node: KvStoreProcess) -> kvstore_pb2.StatsResponse:
     async with open_channel(node.ready["address"]) as channel:
         return await kvstore_pb2_grpc.KvStoreStub(channel).Stats(
-            kvstore_pb2.StatsRequest(), metadata=call_metadata(MeshSecret(SECRET)), timeout=5
+            kvstore_pb2.StatsRequest(), metadata=call_metadata(MeshSecret(SECRET)), timeout=30
         )
 
 

@@ -226,7 +226,7 @@ async def test_a_worker_that_is_silent_breaks_or_leaves_gets_nothing(
 
     def told(detail: str) -> bool:
         nonlocal log
-        log += capfd.readouterr().out
+        log += "".join(capfd.readouterr())
         lines = [line for line in log_events(log, '"worker suspect"') if line["worker_id"] == "a"]
         return [line["detail"] for line in lines][-1:] == [detail]
 

@@ -66,14 +66,14 @@ class Mesh:
         """Kill one process, and wait until the supervisor has started another one and everything is ready."""
         before = self.process(name)["pid"]
         self.kill(name)
-        wait_for(lambda: self.process(name)["pid"] not in (None, before), within_s=20, what="a new process")
+        wait_for(lambda: self.process(name)["pid"] not in (None, before), within_s=60, what="a new process")
         self.wait_ready()
 
     def metrics(self, name: str) -> dict[str, float]:
         """Samples of a process's `/metrics`, by series name with labels."""
         return scrape(self.process(name)["metrics"])
 
-    def wait_ready(self, within_s: float = 60) -> None:
+    def wait_ready(self, within_s: float = 120) -> None:
         """Wait until every process says that it is ready."""
         wait_for(lambda: all(entry["ready"] for entry in self.ps()), within_s=within_s, what=f"ready: {self.ps()}")
 
@@ -95,7 +95,7 @@ class Mesh:
 
 def scrape(address: str) -> dict[str, float]:
     """Samples of a Prometheus endpoint "host:port", by series name with labels."""
-    with urlopen(f"http://{address.removeprefix('http://').removesuffix('/metrics')}/metrics", timeout=5) as response:
+    with urlopen(f"http://{address.removeprefix('http://').removesuffix('/metrics')}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
     return {name: float(value) for name, value in samples}

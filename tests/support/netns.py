@@ -137,7 +137,7 @@ def impossible() -> str:
 
 
 def _fresh() -> Island:
-    number = (os.getpid() * 8 + next(_numbers)) % 2**14
+    number = (os.getpid() * 16 + next(_numbers)) % 2**15
     return Island(f"kvm{number}", IPv4Address("198.18.0.0") + 4 * number)
 
 

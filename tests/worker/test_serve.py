@@ -70,7 +70,7 @@ class Stream:
         async with asyncio.timeout(60):
             return await self.call.read() is grpc.aio.EOF
 
-    async def read_until(self, done: Any, within_s: float = 20.0) -> None:
+    async def read_until(self, done: Any, within_s: float = 60.0) -> None:
         """Read batches until `done()`."""
         async with asyncio.timeout(within_s):
             while not done():
@@ -165,7 +165,7 @@ async def _breaking_releases_all(worker: WorkerProcess) -> None:
 async def _held_attempts_wait_for_more(worker: WorkerProcess) -> None:
     stream, whole = Stream(worker), (await worker.generate(prompt(50, 60), 30)).tokens[0]
     known = [worker_pb2.KnownOutput(token_ids=whole[:9])]
-    await stream.start(1, prompt(50, 60), 30, known=known, hold_s=20.0)
+    await stream.start(1, prompt(50, 60), 30, known=known, hold_s=120.0)
     await stream.start(2, prompt(50, 60), 30, known=known, hold_s=0.5)
     await stream.resume(9, {})
     await stream.read_until(lambda: len(stream.events.get(1, [])) == 2)

@@ -45,7 +45,7 @@ async def test_a_pusher_that_falls_silent_is_told_that_its_time_is_up(
 
     async with open_channel(address) as channel:
         push = transfer_pb2_grpc.BlockTransferStub(channel).Push(
-            silence(), metadata=call_metadata(MeshSecret(SECRET)), timeout=5
+            silence(), metadata=call_metadata(MeshSecret(SECRET)), timeout=30
         )
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await push
