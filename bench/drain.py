@@ -14,16 +14,12 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +27,7 @@ from rich.table import Table
 from bench.drain_streams import Stream, body_of, follow, wait_for_events
 from bench.kv_table import Machine
 from bench.load import percentile
-from services.cli.ports import free_ports
+from bench.local_mesh import LocalMesh, local_mesh
 from services.cli.state import StateDir
 
 RESULTS = Path(__file__).parent / "results" / "drain.json"
@@ -39,7 +35,6 @@ _VICTIM = "worker-0"
 # Events of every stream before the signal.
 _EVENTS_BEFORE = 20
 _END_TIMEOUT_S = 60.0
-_COMMAND_TIMEOUT_S = 300.0
 # What must be back at zero: of the workers and their movers, of kvstore nodes and gateways.
 _STATEFUL = ("worker", "kvstore", "gateway")
 _IDLE_GAUGES = (
@@ -80,39 +75,6 @@ class Round:
         return whole and self.exit == "status 0" and not self.left
 
 
-class DrainMesh:
-    """A running mesh whose supervisor keeps its state in a folder."""
-
-    def __init__(self, folder: str, port: int) -> None:
-        self.port = port
-        self._folder = folder
-        self.processes = self.ps()
-
-    def ps(self) -> list[dict[str, Any]]:
-        """The processes now."""
-        found: list[dict[str, Any]] = json.loads(self.kvmesh("ps", "--json"))
-        return found
-
-    def kvmesh(self, *arguments: str) -> str:
-        """What a command prints. Raises RuntimeError when it fails."""
-        return _kvmesh(self._folder, *arguments)
-
-    def total(self, kind: str, metric: str, label: str = "") -> float:
-        """A metric's sum over the processes of a kind, where its labels have `label`; 0 where none has it."""
-        return sum(_sum(one["metrics"], metric, label) for one in self.processes if one["kind"] == kind)
-
-    def left(self) -> dict[str, float]:
-        """Gauges that are not at zero, by name."""
-        found = {name: sum(self.total(kind, name) for kind in _STATEFUL) for name in _IDLE_GAUGES}
-        return {name: value for name, value in found.items() if value}
-
-    def victim_end(self) -> str:
-        """How the supervisor says that the drained worker has ended; empty while it has not."""
-        log = StateDir(Path(self._folder)).log("supervisor").read_text()
-        found = re.findall(rf"{_VICTIM} ended \((.*?)\)", log)
-        return found[-1] if found else ""
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the rounds, print, write the file; 1 when anything was lost or is left."""
     parser = argparse.ArgumentParser(prog="bench.drain", description=__doc__, allow_abbrev=False)
@@ -137,11 +99,11 @@ def main(argv: Sequence[str]) -> int:
 def _round(number: int, given: argparse.Namespace) -> Round:
     first = number * given.streams
     bodies = [body_of(first + one, given.prompt_tokens, given.output_tokens) for one in range(given.streams)]
-    with _mesh(given.workers) as mesh:
+    with local_mesh("--workers", str(given.workers), "--threads", "1") as mesh:
         return asyncio.run(_drain(mesh, bodies))
 
 
-async def _drain(mesh: DrainMesh, bodies: Sequence[dict[str, Any]]) -> Round:
+async def _drain(mesh: LocalMesh, bodies: Sequence[dict[str, Any]]) -> Round:
     others = [one["name"] for one in mesh.processes if one["kind"] == "worker" and one["name"] != _VICTIM]
     for name in others:
         mesh.kvmesh("ctl", "drain", name)
@@ -154,12 +116,12 @@ async def _drain(mesh: DrainMesh, bodies: Sequence[dict[str, Any]]) -> Round:
             await asyncio.to_thread(mesh.kvmesh, "ctl", "undrain", name)
         signalled_s = time.monotonic()
         os.kill(next(one["pid"] for one in mesh.processes if one["name"] == _VICTIM), signal.SIGTERM)
-        end = await _eventually(mesh.victim_end)
+        end = await _eventually(lambda: _victim_end(mesh))
         ended_s = time.monotonic()
         await following
     finally:
         following.cancel()
-    await _eventually(lambda: "" if mesh.left() else "idle")
+    await _eventually(lambda: "" if _left(mesh) else "idle")
     before_ms = sorted(1e3 * gap for one in streams for gap in one.gaps_s(0.0, signalled_s)[1:-1])
     moves = mesh.total("gateway", "kvmesh_gateway_move_gap_seconds_count")
     return Round(
@@ -174,11 +136,11 @@ async def _drain(mesh: DrainMesh, bodies: Sequence[dict[str, Any]]) -> Round:
         before_p50_ms=percentile(before_ms, 0.5),
         before_p99_ms=percentile(before_ms, 0.99),
         gateway_gap_ms=1e3 * mesh.total("gateway", "kvmesh_gateway_move_gap_seconds_sum") / max(1.0, moves),
-        left=mesh.left(),
+        left=_left(mesh),
     )
 
 
-async def _follow_all(mesh: DrainMesh, bodies: Sequence[dict[str, Any]], streams: Sequence[Stream]) -> None:
+async def _follow_all(mesh: LocalMesh, bodies: Sequence[dict[str, Any]], streams: Sequence[Stream]) -> None:
     await asyncio.gather(*(follow(mesh.port, body, one) for body, one in zip(bodies, streams, strict=True)))
 
 
@@ -190,37 +152,16 @@ async def _eventually(read: Callable[[], str]) -> str:
     return found
 
 
-@contextmanager
-def _mesh(workers: int) -> Iterator[DrainMesh]:
-    with tempfile.TemporaryDirectory(prefix="kvm-") as folder:
-        port = next(free_ports())
-        _kvmesh(folder, "up", "--detach", "--workers", str(workers), "--threads", "1", "--http-port", str(port))
-        try:
-            yield DrainMesh(folder, port)
-        finally:
-            _kvmesh(folder, "down")
+def _left(mesh: LocalMesh) -> dict[str, float]:
+    """Gauges that are not at zero, by name."""
+    found = {name: sum(mesh.total(kind, name) for kind in _STATEFUL) for name in _IDLE_GAUGES}
+    return {name: value for name, value in found.items() if value}
 
 
-def _kvmesh(folder: str, *arguments: str) -> str:
-    command = (sys.executable, "-m", "services.cli", *arguments, "--state", folder)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVMESH_", "REDIS_"))}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"kvmesh {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
-
-
-def _sum(address: str, metric: str, label: str) -> float:
-    try:
-        with urlopen(f"http://{address}/metrics", timeout=10) as response:
-            lines = response.read().decode().splitlines()
-    except OSError:
-        # It has been told to end, or starts anew.
-        return 0.0
-    found = (line for line in lines if line.startswith((f"{metric}{{", f"{metric} ")) and label in line)
-    return sum(float(line.rpartition(" ")[2]) for line in found)
+def _victim_end(mesh: LocalMesh) -> str:
+    """How the supervisor says that the drained worker has ended; empty while it has not."""
+    found = re.findall(rf"{_VICTIM} ended \((.*?)\)", StateDir(mesh.folder).log("supervisor").read_text())
+    return found[-1] if found else ""
 
 
 def _show(rounds: Sequence[Round], title: str) -> None:

@@ -28,8 +28,11 @@ from services.worker.model.load import open_model
 _EOS, _BOS = "tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id"
 
 
-def export(source: ModelSource, folder: Path) -> None:
-    """Write the folder, which may exist. Raises UnsupportedModel, InvalidWeights or ConfigurationError."""
+def export(source: ModelSource, folder: Path, num_layers: int | None = None) -> None:
+    """Write the folder, which may exist. Raises UnsupportedModel, InvalidWeights or ConfigurationError.
+
+    num_layers: only the first; what such a model says makes no sense, and takes the time of a smaller one.
+    """
     if not source.is_gguf:
         raise UnsupportedModel(f"{source.path.name}: not a GGUF file")
     model = open_model(source.path)
@@ -38,9 +41,12 @@ def export(source: ModelSource, folder: Path) -> None:
         key: metadata[name] for key, name in (("bos_token_id", _BOS), ("eos_token_id", _EOS)) if name in metadata
     }
     config = hugging_face_config(model.config) | special
+    num_layers = min(num_layers or model.config.num_layers, model.config.num_layers)
+    config["num_hidden_layers"] = num_layers
     folder.mkdir(parents=True, exist_ok=True)
     weights, _ = model.read()
     tensors = {name: weights.read(name).bfloat16().contiguous() for name in sorted(weights.names())}
+    tensors = {name: tensor for name, tensor in tensors.items() if _layer_of(name) < num_layers}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write(folder / "config.json", config)
     # The library leaves it to this user alone.
@@ -48,6 +54,12 @@ def export(source: ModelSource, folder: Path) -> None:
     _write(folder / "generation_config.json", special)
     _write(folder / "tokenizer_config.json", _tokenizer_config(metadata, special, model.config.max_positions))
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _layer_of(name: str) -> int:
+    """Of a tensor; -1 outside of the layers."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] else -1
 
 
 def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
@@ -96,9 +108,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a known name or a .gguf file")
+    parser.add_argument("--layers", type=int, help="only so many, from the first: for the speed of a smaller model")
     arguments = parser.parse_args()
     try:
-        export(resolve_model(arguments.model), arguments.folder)
+        export(resolve_model(arguments.model), arguments.folder, arguments.layers)
     except (ConfigurationError, UnsupportedModel, InvalidWeights) as error:
         sys.stderr.write(f"export: {error}\n")
         return 1

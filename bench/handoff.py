@@ -2,8 +2,10 @@
 
 Streams run on a mesh of two workers; every second a long prompt arrives that nobody has seen. Measured is the time
 between two events of a stream, without the prompts and with them: p99 and the ratio of both, where both workers do all,
-and where one computes prompts and the other answers. `--choice` prints, and with `--plot` draws, what a router decides
-by load, prompt length and link. The machine's other load is in the figures: say how quiet it was.
+and where one computes prompts and the other answers; medians of rounds in which both take turns. `--engine sim`: the
+workers take the time of an accelerator, everything around them is real, blocks are pulled. `--model`: one that the
+worker for prompts can keep up with on this machine. The machine's other load is in the figures: say how quiet it was.
+`--choice` prints, and with `--plot` draws, what a router decides by load, prompt length and link.
 """
 
 from __future__ import annotations
@@ -13,27 +15,35 @@ import asyncio
 import json
 import os
 import random
-import tempfile
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.engine_servers import mesh
 from bench.handoff_choice import ACCELERATOR, CPU, Choice, choices, plot
+from bench.handoff_streams import Streams, offer
+from bench.kv_node import cpu_seconds
 from bench.kv_table import Machine
-from bench.load import FIRST_TOKEN_ID, LAST_TOKEN_ID, percentile
-from bench.load_http import RequestFailedError, http_load
+from bench.load import percentile
+from bench.load_http import http_load
+from bench.local_mesh import LocalMesh, local_mesh
 from services.common.models import DEFAULT_MODEL
+from services.common.time_model import TimeModel
 
-_PORT = 18_560
 _LAYOUTS = {"both": ("--workers", "2"), "pools": ("--prefill-workers", "1", "--decode-workers", "1")}
-# A machine that does not keep up is not given ever more.
-_MOST_PROMPTS = 4
-_PROMPT_OUTPUT = 8
-_WARM_UP_S = 3.0
+_WARM_UP_S = 4.0
+# What an accelerator is assumed to take for a model of 8B parameters under load.
+SIM_TIMES = TimeModel(20_000.0, decode_step_s=0.02, decode_sequence_s=0.0002)
+_SIM_ENVIRONMENT = {
+    "KVMESH_WORKER_SIM_PREFILL_TOKENS_PER_S": str(SIM_TIMES.prefill_tokens_per_s),
+    "KVMESH_WORKER_SIM_DECODE_STEP_S": str(SIM_TIMES.decode_step_s),
+    "KVMESH_WORKER_SIM_DECODE_SEQUENCE_S": str(SIM_TIMES.decode_sequence_s),
+    "KVMESH_WORKER_SIM_TRANSFERS": "true",
+}
 _STREAMS = (0, 1, 2, 4, 8, 16, 32)
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # Speed of both workers, and of the link between them.
@@ -47,7 +57,10 @@ _CASES = {
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Time between two events of a stream, ms, alone and with prompts; and what became of these."""
+    """Time between two events of a stream, ms, alone and with prompts; and what became of these.
+
+    late_ms: mean, of the steps of simulated workers. cores: that each process took while prompts came.
+    """
 
     layout: str
     streams: int
@@ -57,7 +70,11 @@ class Disturbance:
     disturbed_p99_ms: float
     prompts: int
     left_out: int
+    failed: int
+    handoffs: float
     ttft_p50_s: float
+    late_ms: float
+    cores: dict[str, float]
 
     @property
     def ratio(self) -> float:
@@ -70,8 +87,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.handoff", description=__doc__)
     parser.add_argument("--choice", action="store_true", help="what a router decides, without a mesh")
     parser.add_argument("--plot", type=Path, help="an SVG of these decisions")
+    parser.add_argument("--engine", choices=("model", "sim"), default="model")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="as `kvmesh up` takes it")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--every-s", type=float, default=1.0, help="between two prompts")
     parser.add_argument("--layouts", nargs="+", choices=sorted(_LAYOUTS), default=sorted(_LAYOUTS))
@@ -80,32 +100,43 @@ def main() -> None:
     if options.choice:
         _show_choices(options.plot)
         return
-    before = os.getloadavg()[0]
-    found = [asyncio.run(_measure(layout, options)) for layout in options.layouts]
-    machine = Machine.here()
+    before, machine = os.getloadavg()[0], Machine.here()
+    turns = [(layout, turn) for turn in range(options.rounds) for layout in options.layouts]
+    found = [asyncio.run(_measure(layout, turn, options)) for layout, turn in turns]
     _show(found, machine, before)
     if options.json is not None:
         rows = [{**asdict(one), "ratio": one.ratio} for one in found]
-        result = {"machine": asdict(machine), "load_before": before, "rows": rows}
+        given = {name: value for name, value in vars(options).items() if name not in ("choice", "plot", "json")}
+        result = {"machine": asdict(machine), "load_before": before, "options": given, "rows": rows}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-async def _measure(layout: str, options: argparse.Namespace) -> Disturbance:
-    rng = random.Random(1)
-    with tempfile.TemporaryDirectory(prefix="handoff-") as folder, mesh(Path(folder), _PORT, _LAYOUTS[layout]):
-        gaps: list[list[float]] = [[], []]
-        phase = [0]
-        tasks = [asyncio.create_task(_stream(number, gaps, phase)) for number in range(options.streams)]
+async def _measure(layout: str, turn: int, options: argparse.Namespace) -> Disturbance:
+    is_sim = options.engine == "sim"
+    flags = ("--kvstores", "0", "--model", options.model, *_LAYOUTS[layout])
+    engine = ("--engine", "sim") if is_sim else ("--threads", "1")
+    with local_mesh(*flags, *engine, environment=_SIM_ENVIRONMENT if is_sim else None) as mesh:
+        return await _disturbed(mesh, layout, turn, options)
+
+
+async def _disturbed(mesh: LocalMesh, layout: str, turn: int, options: argparse.Namespace) -> Disturbance:
+    model = options.model.partition("=")[0]
+    streams = Streams(mesh.port, model, options.streams)
+    try:
         await asyncio.sleep(_WARM_UP_S)
-        for one in gaps:
-            one.clear()
+        streams.reset()
         await asyncio.sleep(options.seconds)
-        phase[0] = 1
-        ttfts, left_out = await _offer(options, rng)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    alone, disturbed = (sorted(1e3 * gap for gap in one) for one in gaps)
+        alone = _ms(streams.gaps_s)
+        streams.reset()
+        before, began_s = _cpu_s(mesh), time.monotonic()
+        async with http_load(f"http://127.0.0.1:{mesh.port}", model) as load:
+            sizes = {"num_tokens": options.prompt_tokens, "every_s": options.every_s, "seconds": options.seconds}
+            prompts = await offer(load, random.Random(turn), **sizes)
+        disturbed, wall_s = _ms(streams.gaps_s), time.monotonic() - began_s
+        after = _cpu_s(mesh)
+    finally:
+        await streams.close()
+    steps = mesh.total("worker", "kvmesh_sim_late_seconds_count")
     return Disturbance(
         layout=layout,
         streams=options.streams,
@@ -113,83 +144,48 @@ async def _measure(layout: str, options: argparse.Namespace) -> Disturbance:
         alone_p99_ms=percentile(alone, 0.99),
         disturbed_p50_ms=percentile(disturbed, 0.5),
         disturbed_p99_ms=percentile(disturbed, 0.99),
-        prompts=len(ttfts),
-        left_out=left_out,
-        ttft_p50_s=percentile(sorted(ttfts), 0.5) if ttfts else float("nan"),
+        prompts=len(prompts.ttfts_s),
+        left_out=prompts.left_out,
+        failed=prompts.failed,
+        handoffs=mesh.total("gateway", "kvmesh_gateway_handoffs_total", 'outcome="completed"'),
+        ttft_p50_s=percentile(sorted(prompts.ttfts_s), 0.5) if prompts.ttfts_s else float("nan"),
+        late_ms=1e3 * mesh.total("worker", "kvmesh_sim_late_seconds_sum") / max(1.0, steps),
+        cores={name: round((used - before[name]) / wall_s, 3) for name, used in after.items()},
     )
 
 
-async def _offer(options: argparse.Namespace, rng: random.Random) -> tuple[list[float], int]:
-    """Long prompts; times to the first token, and how many were left out as too many were open."""
-    ttfts: list[float] = []
-    left_out = 0
-    async with http_load(f"http://127.0.0.1:{_PORT}", DEFAULT_MODEL) as load, asyncio.TaskGroup() as group:
-
-        async def send(prompt: list[int]) -> None:
-            try:
-                ttfts.append((await load.send(prompt, _PROMPT_OUTPUT)).ttft_s)
-            except RequestFailedError as error:
-                print(f"not served: {error}")
-
-        open_prompts: set[asyncio.Task[None]] = set()
-        for _ in range(int(options.seconds / options.every_s)):
-            if len(open_prompts) < _MOST_PROMPTS:
-                prompt = [rng.randrange(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(options.prompt_tokens)]
-                task = group.create_task(send(prompt))
-                open_prompts.add(task)
-                task.add_done_callback(open_prompts.discard)
-            else:
-                left_out += 1
-            await asyncio.sleep(options.every_s)
-    return ttfts, left_out
+def _ms(gaps_s: Sequence[float]) -> list[float]:
+    return sorted(1e3 * gap for gap in gaps_s)
 
 
-async def _stream(number: int, gaps: list[list[float]], phase: list[int]) -> None:
-    """One answer after another; the times between its events go to the list of the present phase."""
-    body = {"model": DEFAULT_MODEL, "prompt": f"Story {number}:", "max_tokens": 4000, "stream": True}
-    payload = json.dumps({**body, "ignore_eos": True, "temperature": 1.0}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: m\r\nconnection: close\r\ncontent-length: {len(payload)}\r\n\r\n"
-    while True:
-        reader, writer = await asyncio.open_connection("127.0.0.1", _PORT)
-        writer.write(head.encode() + payload)
-        last_s = 0.0
-        try:
-            while line := await reader.readline():
-                if line.startswith(b"data: {"):
-                    now_s = time.perf_counter()
-                    if last_s:
-                        gaps[phase[0]].append(now_s - last_s)
-                    last_s = now_s
-        finally:
-            writer.close()
+def _cpu_s(mesh: LocalMesh) -> dict[str, float]:
+    return {name: cpu_seconds(pid) for name, pid in mesh.pids().items()}
 
 
-def _show(found: list[Disturbance], machine: Machine, load_before: float) -> None:
+def _show(found: Sequence[Disturbance], machine: Machine, load_before: float) -> None:
+    """Medians of the rounds."""
     table = Table(title=f"Time between two events of a stream. {machine}; load average before: {load_before:.1f}")
-    columns = (
-        "workers",
-        "streams",
-        "alone p50 / p99 ms",
-        "with prompts",
-        "p99 ratio",
-        "prompts",
-        "left out",
-        "TTFT p50 s",
-    )
-    for column in columns:
+    columns = "alone p50 / p99 ms", "with prompts", "p99 ratio", "prompts", "left out, failed", "handoffs", "TTFT p50 s"
+    for column in ("workers", "streams", *columns):
         table.add_column(column, justify="right")
-    for one in found:
+    for layout in dict.fromkeys(one.layout for one in found):
+        rows = [one for one in found if one.layout == layout]
+
+        def median(name: str, rows: Sequence[Disturbance] = rows) -> float:
+            return float(statistics.median(getattr(one, name) for one in rows))
+
         table.add_row(
-            one.layout,
-            str(one.streams),
-            f"{one.alone_p50_ms:.0f} / {one.alone_p99_ms:.0f}",
-            f"{one.disturbed_p50_ms:.0f} / {one.disturbed_p99_ms:.0f}",
-            f"{one.ratio:.2f}",
-            str(one.prompts),
-            str(one.left_out),
-            f"{one.ttft_p50_s:.2f}",
+            layout,
+            f"{median('streams'):.0f}",
+            f"{median('alone_p50_ms'):.1f} / {median('alone_p99_ms'):.1f}",
+            f"{median('disturbed_p50_ms'):.1f} / {median('disturbed_p99_ms'):.1f}",
+            f"{median('ratio'):.2f}",
+            f"{median('prompts'):.0f}",
+            f"{median('left_out'):.0f}, {median('failed'):.0f}",
+            f"{median('handoffs'):.0f}",
+            f"{median('ttft_p50_s'):.2f}",
         )
-    Console().print(table)
+    Console(width=140).print(table)
 
 
 def _show_choices(svg: Path | None) -> None:

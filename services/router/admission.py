@@ -59,13 +59,11 @@ def admissible(
 ) -> BoolArray | Refused:
     """The candidates that may have the request, at least one; or why none may."""
     idle = _is_idle(rows)
-    limit_s = _time_left_s(ask)
-    keeps_pace = able = paced(ask, rows, costs, config)
-    if limit_s < np.inf:
-        in_time = _expected_ttft_s(rows, costs, idle, forecast.margin) <= limit_s
-        if not in_time.any():
-            return _too_late(costs, limit_s, forecast)
-        able = in_time & keeps_pace
+    keeps_pace = paced(ask, rows, costs, config)
+    early = in_time(ask, rows, costs, forecast)
+    if not early.any():
+        return _too_late(costs, _time_left_s(ask), forecast)
+    able = early & keeps_pace
     queue_limit_s = config.max_queue_s * config.queue_shares.get(ask.priority, 1.0)
     below = idle | (costs.queue_s <= queue_limit_s)
     if np.count_nonzero(below) == len(below):
@@ -77,6 +75,15 @@ def admissible(
         elsewhere_s = costs.predicted_ttft_s[has_room].min() if has_room.any() else 0.0
         admitted = able & (below | (costs.predicted_ttft_s < elsewhere_s))
     return admitted if np.count_nonzero(admitted) else _full(costs, able, queue_limit_s, forecast)
+
+
+def in_time(ask: Ask, rows: WorkerRows, costs: Costs, forecast: Forecast) -> BoolArray:
+    """The candidates that would draw the first token within the request's objectives, their queues included."""
+    limit_s = _time_left_s(ask)
+    if limit_s == np.inf:
+        return np.ones(len(costs.queue_s), np.bool_)
+    result: BoolArray = _expected_ttft_s(rows, costs, _is_idle(rows), forecast.margin) <= limit_s
+    return result
 
 
 def paced(ask: Ask, rows: WorkerRows, costs: Costs, config: AdmissionConfig) -> BoolArray:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.running_mean import RunningMean
-from services.router.admission import RETRY_S, AdmissionConfig, Forecast, admissible, paced
+from services.router.admission import RETRY_S, AdmissionConfig, Forecast, admissible, in_time, paced
 from services.router.calibration import Calibration
 from services.router.capability import candidates as able_candidates
 from services.router.domain import Ask, Explanation, Placement, Prediction, RefusalReason, Refused, WorkerId
@@ -116,7 +116,8 @@ class Placer:
         backlog_s = waiting_tokens * self.computed_share.value / side.view.rows["prefill_tokens_per_s"].sum()
         forecast = Forecast(self.lateness.factor, float(backlog_s))
         admitted = admissible(ask, side.view.rows, side.costs, self._config.admission, forecast)
-        pair = self._pair(asked, side, forecast) if policy == _PAIRING_POLICY and not stands_in else None
+        pairs = policy == _PAIRING_POLICY and not stands_in
+        pair = self._pair(asked, side, forecast, may_wait=not isinstance(admitted, Refused)) if pairs else None
         if isinstance(admitted, Refused):
             return admitted if pair is None else self._handed_over(asked, side, pair, policy)
         scores = np.where(admitted, self._policies[policy](request, side.view, side.costs), np.inf)
@@ -186,8 +187,11 @@ class Placer:
         view = PolicyView(rows, local_blocks, self._holders.arrays(sources, candidates), pressure, correction)
         return Side(candidates.rows, view, estimate(request, view), sources)
 
-    def _pair(self, asked: _Asked, decode: Side, forecast: Forecast) -> Pair | None:
-        """The best pair of a worker that computes prompts and one that does all, where there are any."""
+    def _pair(self, asked: _Asked, decode: Side, forecast: Forecast, *, may_wait: bool) -> Pair | None:
+        """The best pair of a worker that computes prompts and one that does all, where there are any.
+
+        may_wait: of workers whose queue is at the grant limit, too; being compared with one that does all bounds that.
+        """
         ask, request = asked.ask, asked.request
         if not ask.can_hand_off or ask.resumes:
             return None
@@ -195,11 +199,16 @@ class Placer:
         if not len(able.rows):
             return None
         prefill = self._side(asked, able)
-        may = admissible(ask, prefill.view.rows, prefill.costs, self._config.admission, forecast)
-        if isinstance(may, Refused):
-            return None
-        keeps_pace = paced(ask, decode.view.rows, decode.costs, self._config.admission)
-        firsts = shortlist(prefill_part_s(prefill), may & prefill.view.rows["serves_pulls"], MAX_PREFILL)
+        rows, config = prefill.view.rows, self._config.admission
+        if may_wait:
+            may = paced(ask, rows, prefill.costs, config) & in_time(ask, rows, prefill.costs, forecast)
+        else:
+            admitted = admissible(ask, rows, prefill.costs, config, forecast)
+            if isinstance(admitted, Refused):
+                return None
+            may = admitted
+        keeps_pace = paced(ask, decode.view.rows, decode.costs, config)
+        firsts = shortlist(prefill_part_s(prefill), may & rows["serves_pulls"], MAX_PREFILL)
         seconds = shortlist(decode_part_s(request, decode), keeps_pace, MAX_DECODE)
         first_rows, second_rows = prefill.rows[firsts], decode.rows[seconds]
         names = [self._table.workers[self._table.by_row[row]].record.life for row in first_rows.tolist()]

@@ -136,9 +136,24 @@ def test_a_pair_takes_what_no_single_worker_could() -> None:
     assert scene.grant(long_ask(scene)).handoff is not None
 
 
-def test_a_full_worker_for_prompts_leaves_them_to_the_others() -> None:
+@pytest.mark.parametrize(("streams", "queued", "taker"), [(8, 4000, "p"), (1, 4000, "d"), (8, 40_000, "d")])
+def test_a_prompt_waits_for_a_full_worker_as_long_as_that_costs_less_than_others_would_wait(
+    streams: int, queued: int, taker: str
+) -> None:
+    """Behind 2 s of prompts rather than to stop eight streams for 1 s."""
+    scene = pools(streams, max_queue_s=0.2, prefill=decoding(1, queued_tokens=queued))
+    assert scene.grant(long_ask(scene)).worker_id == taker
+
+
+def test_nobody_waits_for_a_full_worker_beyond_the_limit_where_nothing_bounds_that() -> None:
     scene = pools(8, max_queue_s=0.2, prefill=decoding(1, queued_tokens=4000))
-    assert scene.grant(long_ask(scene)).worker_id == "d"
+    scene.worker("d", decoding(8, queued_tokens=4000), DECODE)
+    assert scene.refusal(long_ask(scene)).reason is RefusalReason.OVERLOADED
+
+
+def test_a_prompt_does_not_wait_beyond_its_objective() -> None:
+    scene = pools(8, max_queue_s=0.2, prefill=decoding(1, queued_tokens=4000))
+    assert scene.grant(long_ask(scene, ttft_objective_s=2.5)).worker_id == "d"
 
 
 def test_the_worker_that_answers_is_to_keep_its_promises() -> None:
