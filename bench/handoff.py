@@ -3,8 +3,9 @@
 Streams run on a mesh of two workers; every second a long prompt arrives that nobody has seen. Measured is the time
 between two events of a stream, without the prompts and with them: p99 and the ratio of both, where both workers do all,
 and where one computes prompts and the other answers; medians of rounds in which both take turns. `--engine sim`: the
-workers take the time of an accelerator, everything around them is real, blocks are pulled. `--model`: one that the
-worker for prompts can keep up with on this machine. The machine's other load is in the figures: say how quiet it was.
+workers take the time of an accelerator, everything around them is real, blocks are pulled; with `--slower` all of that
+time and of the load's, so that a busy machine does not show. `--model`: one that the worker for prompts can keep up
+with on this machine. The machine's other load is in the figures: say how quiet it was.
 `--choice` prints, and with `--plot` draws, what a router decides by load, prompt length and link.
 """
 
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="an SVG of these decisions")
     parser.add_argument("--engine", choices=("model", "sim"), default="model")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as `kvmesh up` takes it")
+    parser.add_argument("--slower", type=float, default=1.0, help="of simulated workers and their load: times as slow")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
     parser.add_argument("--rounds", type=int, default=1)
@@ -100,6 +102,8 @@ def main() -> None:
     if options.choice:
         _show_choices(options.plot)
         return
+    if options.slower != 1.0 and options.engine != "sim":
+        parser.error("--slower needs --engine sim")
     before, machine = os.getloadavg()[0], Machine.here()
     turns = [(layout, turn) for turn in range(options.rounds) for layout in options.layouts]
     found = [asyncio.run(_measure(layout, turn, options)) for layout, turn in turns]
@@ -115,7 +119,8 @@ async def _measure(layout: str, turn: int, options: argparse.Namespace) -> Distu
     is_sim = options.engine == "sim"
     flags = ("--kvstores", "0", "--model", options.model, *_LAYOUTS[layout])
     engine = ("--engine", "sim") if is_sim else ("--threads", "1")
-    with local_mesh(*flags, *engine, environment=_SIM_ENVIRONMENT if is_sim else None) as mesh:
+    environment = _SIM_ENVIRONMENT | {"KVMESH_WORKER_SIM_SPEED": str(1.0 / options.slower)} if is_sim else None
+    with local_mesh(*flags, *engine, environment=environment) as mesh:
         return await _disturbed(mesh, layout, turn, options)
 
 
@@ -123,15 +128,15 @@ async def _disturbed(mesh: LocalMesh, layout: str, turn: int, options: argparse.
     model = options.model.partition("=")[0]
     streams = Streams(mesh.port, model, options.streams)
     try:
-        await asyncio.sleep(_WARM_UP_S)
+        await asyncio.sleep(_WARM_UP_S * options.slower)
         streams.reset()
-        await asyncio.sleep(options.seconds)
+        await asyncio.sleep(options.seconds * options.slower)
         alone = _ms(streams.gaps_s)
         streams.reset()
         before, began_s = _cpu_s(mesh), time.monotonic()
         async with http_load(f"http://127.0.0.1:{mesh.port}", model) as load:
-            sizes = {"num_tokens": options.prompt_tokens, "every_s": options.every_s, "seconds": options.seconds}
-            prompts = await offer(load, random.Random(turn), **sizes)
+            times = {"every_s": options.every_s * options.slower, "seconds": options.seconds * options.slower}
+            prompts = await offer(load, random.Random(turn), num_tokens=options.prompt_tokens, **times)
         disturbed, wall_s = _ms(streams.gaps_s), time.monotonic() - began_s
         after = _cpu_s(mesh)
     finally:

@@ -14,7 +14,8 @@ from bench.load_http import HttpLoad, RequestFailedError
 
 # A machine that does not keep up is not given ever more.
 _MOST_PROMPTS = 4
-_PROMPT_OUTPUT = 8
+# So much that what answers is another worker than the one that has computed the prompt.
+_PROMPT_OUTPUT = 32
 _STREAM_TOKENS = 4000
 _RETRY_S = 0.2
 
