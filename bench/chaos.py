@@ -208,7 +208,7 @@ def _mesh(given: argparse.Namespace) -> Iterator[tuple[LocalMesh, OwnRedis | Non
     with contextlib.ExitStack() as stack:
         redis = stack.enter_context(own_redis()) if given.redis_away else None
         if redis is not None:
-            options += ["--redis-url", redis.url]
+            options += ["--redis", redis.url]
         yield stack.enter_context(local_mesh(options, environment)), redis
 
 

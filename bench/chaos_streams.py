@@ -204,11 +204,32 @@ async def _events(
         if code != 200:
             raise Refused(code, (await reader.read()).decode(errors="replace"))
         yield "worker", answered.get("x-kvmesh-worker", "")
+        body = _body(reader, answered)
         if "text/event-stream" not in answered["content-type"]:
-            yield "data", (await reader.readexactly(int(answered["content-length"]))).decode()
+            yield "data", b"".join([part async for part in body]).decode()
             return
-        while line := await reader.readline():
+        async for line in _lines(body):
             if line.startswith(b"data: "):
                 yield "data", line[6:].decode().strip()
     finally:
         writer.close()
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+    """As it comes (RFC 9112, section 7.1 where it is chunked). Raises EOFError when it breaks off."""
+    if headers.get("transfer-encoding") != "chunked":
+        yield await reader.readexactly(int(headers["content-length"]))
+        return
+    while size := int((await reader.readline()).partition(b";")[0] or b"-1", 16):
+        if size < 0:
+            raise EOFError("the answer broke off")
+        yield await reader.readexactly(size)
+        await reader.readexactly(2)
+
+
+async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line

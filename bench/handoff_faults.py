@@ -56,7 +56,7 @@ _RUNNING, _LONG, _KEYED_SHARE = 6, 2, 0.25
 _RUNNING_TOKENS, _LONG_TOKENS, _LONG_WORDS = 160, 60, 500
 _TEXTS = 6
 _LOOK_EVERY = 10
-_SETTLE_S, _READY_S, _LOOK_POLL_S = 40.0, 120.0, 0.2
+_SETTLE_S, _READY_S, _LOOK_POLL_S = 40.0, 300.0, 0.2
 # In which routers hear of the answers that run.
 _REPORT_S = 0.25
 _DEADLINE_S = (0.05, 1.0)
@@ -113,11 +113,13 @@ class Rounds:
         await self._look(is_last=True)
 
     async def _round(self, fault: Fault) -> None:
-        running = [self._send("running", self._rng.randrange(_TEXTS)) for _ in range(_RUNNING)]
+        # An answer that outlives its gateway's drain goes on at another only where its client can ask for it again.
+        needs_key = fault.action == "gateway leaves"
+        running = [self._send("running", self._rng.randrange(_TEXTS), is_keyed=needs_key) for _ in range(_RUNNING)]
         await self._begun(running)
-        others = [self._send("long", self._rng.randrange(_TEXTS)) for _ in range(_LONG - 1)]
+        others = [self._send("long", self._rng.randrange(_TEXTS), is_keyed=needs_key) for _ in range(_LONG - 1)]
         deadline_s = self._rng.uniform(*_DEADLINE_S) if fault.action == "deadline passes" else None
-        text, key = self._rng.randrange(_TEXTS), self._rng.random() < _KEYED_SHARE
+        text, key = self._rng.randrange(_TEXTS), needs_key or self._rng.random() < _KEYED_SHARE
         struck = await self._injector.strike(
             fault, lambda: self._send("long", text, deadline_s=deadline_s, is_keyed=key and not fault.is_of_client)
         )
