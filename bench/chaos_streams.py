@@ -204,11 +204,11 @@ async def _events(
         if code != 200:
             raise Refused(code, (await reader.read()).decode(errors="replace"))
         yield "worker", answered.get("x-kvmesh-worker", "")
-        body = _body(reader, answered)
+        parts = _body(reader, answered)
         if "text/event-stream" not in answered["content-type"]:
-            yield "data", b"".join([part async for part in body]).decode()
+            yield "data", b"".join([part async for part in parts]).decode()
             return
-        async for line in _lines(body):
+        async for line in _lines(parts):
             if line.startswith(b"data: "):
                 yield "data", line[6:].decode().strip()
     finally:
