@@ -28,6 +28,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _MAX_DETAIL_CHARACTERS = 300
+_NO_ANSWER = "no answer matches it"
 
 
 class GrammarError(Exception):
@@ -89,4 +90,4 @@ def check_matcher(matcher: LLMatcher) -> None:
     """Raise GrammarError where a matcher has given up; it never works again."""
     if matcher.is_error():
         detail = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
-        raise GrammarError(detail[:_MAX_DETAIL_CHARACTERS])
+        raise GrammarError(_NO_ANSWER if detail.startswith("NoExtension") else detail[:_MAX_DETAIL_CHARACTERS])

@@ -24,6 +24,7 @@ from services.gateway.api.openai_parse import ReplyFormat
 from services.gateway.catalog import ModelCatalog
 from services.gateway.errors import AnswerNotKept, ModelUnavailable, ObjectiveUnmet
 from services.gateway.generation import Generation
+from services.gateway.grammars.checker import GrammarChecker
 from services.gateway.idempotency_records import Claim
 from services.gateway.keyed_requests import KeyedRequests
 from services.gateway.keyed_run import run_id
@@ -64,6 +65,7 @@ class Beginner:
     quotas: Quotas
     metrics: GatewayMetrics
     keyed: KeyedRequests
+    grammars: GrammarChecker
     block_key: bytes
 
     async def begin_openai(self, session: Session, endpoint: str, body: bytes) -> Begun:
@@ -162,6 +164,8 @@ class Beginner:
         session.prepare_s += time.monotonic() - started_s
         self.metrics.record_prepare(time.monotonic() - started_s)
         plan = _seeded(prepared.plan, session)
+        if plan.form is not None:
+            await self.grammars.check(plan.form, plan.model, plan.vocab_size)
         session.plan, session.model = plan, plan.model
         session.end_user = prepared.reply.end_user if prepared.reply is not None else ""
         session.span.update_name(f"{session.api} {plan.model}")

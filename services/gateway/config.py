@@ -44,6 +44,9 @@ class GatewaySettings(ServiceSettings):
     heartbeat_s: float = Field(10.0, gt=0, description="Silence on an event stream before a comment is sent.")
     prepare_timeout_s: float = Field(15.0, gt=0, description="Longest parsing, templating and tokenising of a request.")
     text_processes: int = Field(2, ge=1, le=32, description="Processes that parse and tokenise long requests.")
+    max_grammar_bytes: int = Field(65_536, ge=1, description="Largest schema or grammar of an answer, as compiled.")
+    grammar_cpu_s: float = Field(1.0, gt=0, description="Most processor time that compiling one may take.")
+    grammar_memory_bytes: int = Field(2**28, ge=2**20, description="Most memory that compiling one may take.")
     ask_timeout_s: float = Field(5.0, gt=0, description="Longest wait for a placement.")
     router_silence_s: float = Field(0.8, gt=0, description="Unanswered asks for so long: the next router is tried.")
     admit_patience_s: float = Field(

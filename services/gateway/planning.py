@@ -7,7 +7,7 @@ from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
 from services.common.blocks import BlockId, block_root, cache_namespace, chain_block_ids, join_ids
 from services.gateway.errors import ContextLengthExceeded, InvalidRequest
-from services.gateway.request import GenerationRequest, Plan, PromptPlan, check_request
+from services.gateway.request import GenerationRequest, Plan, PromptPlan, Sampling, check_request
 from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.sampling_defaults import with_defaults
 from services.gateway.text.text_model import TextModel
@@ -76,14 +76,27 @@ def make_plan(
             _prompt_plan(ids, _block_ids(block_key, root, ids, view), budget, _echo(request, i, ids, text))
             for i, (ids, budget) in enumerate(zip(tokens, budgets, strict=True))
         ],
-        sampling=with_defaults(request.sampling, text.sampling_defaults),
+        sampling=_sampling(request, text),
         num_choices=request.num_choices,
         stop=request.stop,
         stop_token_ids=tuple(sorted({*request.stop_token_ids, *eos})),
         priority=request.priority,
         ttft_s=request.ttft_s,
         tpot_s=request.tpot_s,
+        form=request.form,
+        vocab_size=view.vocab_size,
     )
+
+
+def _sampling(request: GenerationRequest, text: TextModel) -> Sampling:
+    sampling = with_defaults(request.sampling, text.sampling_defaults)
+    if request.form is None:
+        return sampling
+    if not text.eos_token_ids:
+        raise InvalidRequest(
+            f"{request.form.field}: the model {text.name} has no token that ends an answer", request.form.field
+        )
+    return msgspec.structs.replace(sampling, grammar=request.form.grammar)
 
 
 def _prompt_plan(ids: list[int], block_ids: bytes, max_tokens: int, echo: str) -> PromptPlan:

@@ -38,12 +38,20 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None
+    grammar: str = ""
+
+
+class AnswerForm(msgspec.Struct, frozen=True):
+    """What an answer has to match. field: of the request, for messages."""
+
+    grammar: str
+    field: str
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One client request. Either `chat` (one prompt) or `prompts`, each a text or token ids.
 
-    ttft_s, tpot_s: its objectives, 0 for none of its own.
+    ttft_s, tpot_s: its objectives, 0 for none of its own. form: of every answer; its grammar is not in `sampling` yet.
     """
 
     model: str
@@ -60,6 +68,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     echo: bool = False
+    form: AnswerForm | None = None
 
 
 class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +86,10 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request. stop_token_ids holds the end-of-sequence tokens unless they are to be ignored."""
+    """A checked request. stop_token_ids holds the end-of-sequence tokens unless they are to be ignored.
+
+    form: its grammar is still to be compiled, for a model of vocab_size tokens.
+    """
 
     model: str
     model_digest: bytes
@@ -91,6 +103,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     ttft_s: float
     tpot_s: float
+    form: AnswerForm | None = None
+    vocab_size: int = 0
 
     @property
     def most_output_tokens(self) -> int:
@@ -117,6 +131,8 @@ def check_request(request: GenerationRequest) -> None:
     _check_range("kvmesh.tpot_s", request.tpot_s, 0.0, MAX_OBJECTIVE_S)
     _check_prompts(request)
     _check_stops(request)
+    if request.form is not None and request.ignore_eos:
+        raise InvalidRequest(f"ignore_eos cannot go with {request.form.field}, whose answers end", "ignore_eos")
     check_sampling(request.sampling)
 
 

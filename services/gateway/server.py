@@ -25,6 +25,7 @@ from services.gateway.catalog import ModelCatalog
 from services.gateway.config import GatewaySettings
 from services.gateway.core import Core
 from services.gateway.fair_line import FairLine
+from services.gateway.grammars.checker import GrammarChecker
 from services.gateway.keyed_requests import KeyedRequests
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
@@ -63,6 +64,12 @@ class GatewayServer:
         )
         self.pulse = Pulse(min(_PULSE_S, settings.heartbeat_s / 4), _PACED_PULSE_S)
         self.channels = WorkerChannels(secret, self.pulse, silence_s=settings.worker_silence_s)
+        self.grammars = GrammarChecker(
+            [resolve_model(spec) for spec in settings.models],
+            max_bytes=settings.max_grammar_bytes,
+            cpu_s=settings.grammar_cpu_s,
+            memory_bytes=settings.grammar_memory_bytes,
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self.core = self._build_core(settings, secret)
         self._server = MeshServer(settings.listen, secret=None)
@@ -100,6 +107,8 @@ class GatewayServer:
             ("router_failovers", "Times that a Route stream was lost.", lambda: self.router.failovers),
             ("dropped_dones", "Ends of attempts that no router was told.", lambda: self.router.dropped_dones),
             ("text_pool_losses", "Times that the text processes were lost.", lambda: pool.losses),
+            ("grammar_losses", "Times that the grammar process was lost.", lambda: self.grammars.losses),
+            ("grammar_refusals", "Requests refused for the form of their answer.", lambda: self.grammars.refusals),
             (
                 "silent_links",
                 "Streams to workers left for their silence.",
@@ -132,7 +141,9 @@ class GatewayServer:
             admission=admission,
             placement=placement,
             tenants=tenants,
-            beginner=Beginner(catalog, pool, placement, tenants, self.quotas, metrics, self.keyed, secret.block_key),
+            beginner=Beginner(
+                catalog, pool, placement, tenants, self.quotas, metrics, self.keyed, self.grammars, secret.block_key
+            ),
             metrics=metrics,
             default_deadline_s=settings.default_deadline_s,
         )
@@ -178,6 +189,7 @@ class GatewayServer:
             for result in await asyncio.gather(*self._tasks, return_exceptions=True):
                 if isinstance(result, Exception):
                     _log.error("background_task_failed", error=repr(result))
+            await self.grammars.close()
             await self.keyed.close()
             await self._generations.close()
             await self.channels.close()

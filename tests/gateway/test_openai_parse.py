@@ -99,7 +99,6 @@ def test_values_out_of_range(fields: dict[str, Any], param: str) -> None:
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("functions", [{}]),
-        ("response_format", {"type": "json_object"}),
         ("parallel_tool_calls", False),
         ("audio", {}),
         ("modalities", ["audio"]),
@@ -108,7 +107,6 @@ def test_values_out_of_range(fields: dict[str, Any], param: str) -> None:
         ("metadata", {"a": "b"}),
         ("reasoning_effort", "high"),
         ("web_search_options", {}),
-        ("guided_json", {}),
         ("min_tokens", 3),
     ],
 )

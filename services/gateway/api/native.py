@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvmesh.v1.inference_pb2 import AnswerForm as AnswerFormMessage
 from kvmesh.v1.inference_pb2 import (
     ChatMessages,
     ChoiceFinish,
@@ -25,8 +26,9 @@ from kvmesh.v1.inference_pb2_grpc import InferenceServicer
 from services.gateway.api.edge import Context, abort, as_gateway_error, metadata_of, on_end, send_headers
 from services.gateway.core import Core, check_request_id
 from services.gateway.errors import InvalidRequest
+from services.gateway.grammars.formats import choice_form, grammar_form, json_form, object_form, regex_form
 from services.gateway.output import LENGTH, Accepted, Delta, Event
-from services.gateway.request import GenerationRequest, Sampling
+from services.gateway.request import AnswerForm, GenerationRequest, Sampling
 from services.gateway.session import OK, Session
 from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.pool import helper
@@ -134,7 +136,24 @@ def generation_request(request: GenerateRequest) -> GenerationRequest:
         priority=int(request.priority),
         ttft_s=request.objectives.ttft_s,
         tpot_s=request.objectives.tpot_s,
+        form=_form(request.form) if request.HasField("form") else None,
     )
+
+
+def _form(form: AnswerFormMessage) -> AnswerForm:
+    kind = form.WhichOneof("kind")
+    match kind:
+        case "json_schema":
+            return json_form("form.json_schema", form.json_schema)
+        case "regex":
+            return regex_form("form.regex", form.regex)
+        case "choices":
+            return choice_form("form.choices", list(form.choices.texts))
+        case "grammar":
+            return grammar_form("form.grammar", form.grammar)
+        case "json_object" if form.json_object:
+            return object_form("form.json_object")
+    raise InvalidRequest("form: one of its kinds must be given", "form")
 
 
 def _chat(chat: ChatMessages) -> list[dict[str, str]]:

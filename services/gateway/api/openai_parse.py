@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from services.gateway.api.openai_form import answer_form
 from services.gateway.api.openai_schema import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -105,7 +106,7 @@ def _common(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> d
     given = {
         name: getattr(body, name)
         for name in Sampling.__struct_fields__
-        if name not in ("logit_bias", "num_logprobs", "seed") and getattr(body, name) is not None
+        if name not in ("logit_bias", "num_logprobs", "seed", "grammar") and getattr(body, name) is not None
     }
     sampling = Sampling(**given, seed=_seed(body.seed), logit_bias=_logit_bias(body.logit_bias), num_logprobs=logprobs)
     stop = body.stop if isinstance(body.stop, list) else [] if body.stop is None else [body.stop]
@@ -121,6 +122,7 @@ def _common(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> d
         "priority": _priority(body),
         "ttft_s": (body.kvmesh.ttft_s if body.kvmesh is not None else None) or 0.0,
         "tpot_s": (body.kvmesh.tpot_s if body.kvmesh is not None else None) or 0.0,
+        "form": answer_form(body),
     }
 
 

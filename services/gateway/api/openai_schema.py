@@ -46,6 +46,38 @@ class MeshOptions(msgspec.Struct, forbid_unknown_fields=True):
     priority: Literal["interactive", "standard", "batch"] | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct):
+    """Of a response_format. Whether strict or not, every answer keeps to the schema."""
+
+    name: str
+    schema: Any = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """OpenAI's form of an answer."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's form of an answer. disable_fallback: there is nothing to fall back to."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    # Known and not implemented.
+    disable_additional_properties: bool | None = None
+    structural_tag: Any = None
+
+
 class CommonBody(msgspec.Struct, kw_only=True):
     """Fields of both endpoints; null is as good as absent."""
 
@@ -72,17 +104,19 @@ class CommonBody(msgspec.Struct, kw_only=True):
     priority: Literal["interactive", "standard", "batch"] | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     kvmesh: MeshOptions | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Known and not implemented.
     store: Any = None
     metadata: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     min_tokens: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
 
 
 class ChatBody(CommonBody, kw_only=True):
@@ -98,7 +132,6 @@ class ChatBody(CommonBody, kw_only=True):
     functions: Any = None
     function_call: Any = None
     parallel_tool_calls: Any = None
-    response_format: Any = None
     audio: Any = None
     modalities: Any = None
     prediction: Any = None
@@ -126,11 +159,6 @@ COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "min_tokens": (0,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
 }
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **COMMON_NEUTRAL,
@@ -139,7 +167,6 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
