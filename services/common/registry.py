@@ -12,11 +12,12 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
 import structlog
+from opentelemetry import metrics
 
 from services.common.keys import KeySpace, life_key, location_key
 from services.common.lua import LuaScript
@@ -34,6 +35,9 @@ _REGISTER = LuaScript("register")
 _WITHDRAW = LuaScript("withdraw")
 _REGISTRY = LuaScript("registry")
 _log = structlog.get_logger()
+_unreadable = metrics.get_meter("kvmesh.registry").create_up_down_counter(
+    "kvmesh_registry_unreadable_records", description="Records that this release cannot read and passes over."
+)
 
 
 class LocationRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,6 +54,7 @@ class LocationRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: str = ""
     model_digest: str = ""
     started_s: int = 0
+    release: str = ""
 
     @property
     def location(self) -> str:
@@ -60,6 +65,9 @@ class LocationRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def life(self) -> str:
         """The same with its epoch."""
         return life_key(self.kind, self.id, self.epoch)
+
+
+_decoder = msgspec.msgpack.Decoder(LocationRecord)
 
 
 class RegistryChange(msgspec.Struct, frozen=True):
@@ -80,7 +88,18 @@ async def read_registry(client: RedisClient, *, keyspace: KeySpace | None = None
     _, _, packed = await _REGISTRY(
         client, [keys.incarnation, keys.members, keys.changes], [keys.record_prefix, secrets.token_hex(8)]
     )
-    return [msgspec.msgpack.decode(record, type=LocationRecord) for record in packed]
+    return _read(packed)[0]
+
+
+def _read(packed: Iterable[bytes]) -> tuple[list[LocationRecord], int]:
+    """The records, and how many were passed over since they cannot be read, as the kinds of a later release cannot."""
+    records, num_unreadable = [], 0
+    for one in packed:
+        try:
+            records.append(_decoder.decode(one))
+        except msgspec.DecodeError:
+            num_unreadable += 1
+    return records, num_unreadable
 
 
 class Registrar:
@@ -166,7 +185,7 @@ class RegistryWatcher:
         self._callbacks: list[Callable[[RegistryChange], None]] = []
         self._incarnation: bytes | None = None
         self._frozen_until_s = 0.0
-        self._decoder = msgspec.msgpack.Decoder(LocationRecord)
+        self._num_unreadable = 0
         self.records: dict[str, LocationRecord] = {}
         self.synced = asyncio.Event()
 
@@ -208,7 +227,9 @@ class RegistryWatcher:
         if self._incarnation not in (None, incarnation):
             self._freeze()
         self._incarnation = incarnation
-        self._apply([self._decoder.decode(record) for record in packed])
+        records, num_unreadable = _read(packed)
+        self._note_unreadable(num_unreadable)
+        self._apply(records)
         return bytes(position)
 
     async def _wait_for_change(self, position: bytes) -> None:
@@ -230,6 +251,12 @@ class RegistryWatcher:
             return
         for location in self.records.keys() - by_location.keys():
             self._notify(RegistryChange(self.records.pop(location), gone=True))
+
+    def _note_unreadable(self, count: int) -> None:
+        if count != self._num_unreadable:
+            _unreadable.add(count - self._num_unreadable)
+            _log.warning("records of the registry cannot be read", count=count)
+            self._num_unreadable = count
 
     def _notify(self, change: RegistryChange) -> None:
         for callback in self._callbacks:

@@ -15,6 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import structlog
+from opentelemetry import metrics
+
 from services.kvstore.ssd_format import (
     PAGE_BYTES,
     NotAFrame,
@@ -27,6 +30,10 @@ from services.kvstore.ssd_format import (
 # Largest single write; a process that is killed may leave any number of whole ones.
 WRITE_BYTES = 8 * 2**20
 _NAME = re.compile(r"segment-(\d{10})\.kv")
+_log = structlog.get_logger()
+_discarded = metrics.get_meter("kvmesh.kvstore").create_counter(
+    "kvmesh_kvstore_ssd_discarded_segments", description="Files of another format, or damaged, deleted at the start."
+)
 
 
 class DirectoryInUse(Exception):
@@ -126,6 +133,7 @@ class SegmentDirectory:
 
     def existing(self) -> Iterator[SegmentFile]:
         """Segments from earlier runs, oldest first; a file that is none is deleted."""
+        _discarded.add(0)
         for name in sorted(name for name in os.listdir(self.path) if _NAME.fullmatch(name)):
             path = self.path / name
             fd, direct = _open(path, os.O_RDWR)
@@ -136,7 +144,9 @@ class SegmentDirectory:
                 segment.header = decode_segment_header(page)
                 if name != _name(segment.header.sequence) or os.fstat(fd).st_size > segment.header.num_bytes:
                     raise NotAFrame("name or size")
-            except NotAFrame:
+            except NotAFrame as reason:
+                _discarded.add(1)
+                _log.warning("a segment is discarded", file=name, reason=str(reason))
                 self.remove(segment)
             else:
                 yield segment

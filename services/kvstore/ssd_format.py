@@ -92,7 +92,9 @@ def decode_segment_header(page: bytes | memoryview) -> SegmentHeader:
     """Raises NotAFrame."""
     magic, version, page_bytes, sequence, num_bytes = _SEGMENT.unpack_from(page)
     (digest,) = _DIGEST.unpack_from(page, _SEGMENT.size)
-    if (magic, version, page_bytes) != (_SEGMENT_MAGIC, FORMAT_VERSION, PAGE_BYTES):
+    if magic == _SEGMENT_MAGIC and version != FORMAT_VERSION:
+        raise NotAFrame(f"format {version}")
+    if (magic, page_bytes) != (_SEGMENT_MAGIC, PAGE_BYTES):
         raise NotAFrame("segment header")
     if digest != xxh3_64_intdigest(page[: _SEGMENT.size]):
         raise NotAFrame("segment header")

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from services.common import registry
+from services.common.keys import KeySpace
 from services.common.redis_client import RedisClient, connect_redis
 from services.common.registry import LocationRecord, Registrar, RegistryChange, RegistryWatcher, new_epoch
 from tests.support.valkey import Valkey
@@ -51,6 +52,23 @@ async def test_subscribers_learn_of_known_records_and_of_changes(client: RedisCl
     await registrar.close()
     await eventually(lambda: len(changes) == 2)
     assert changes[1].gone
+
+
+async def test_records_of_a_later_release_are_read_or_passed_over(
+    client: RedisClient, tasks: asyncio.TaskGroup
+) -> None:
+    """One has another field, one is of a kind that is not known, one is no record at all."""
+    keys, known = KeySpace().registry(), record("w1")
+    grown = msgspec.msgpack.encode(msgspec.to_builtins(known) | {"later": [1]})
+    other = msgspec.msgpack.encode(msgspec.to_builtins(known) | {"kind": "pool", "id": "p"})
+    for location, packed in (("worker/w1", grown), ("pool/p", other), ("pool/q", b"\xc1")):
+        await client.sadd(keys.members, location)
+        await client.hset(keys.record(location), "record", packed)
+    watcher = RegistryWatcher(client)
+    tasks.create_task(watcher.run())
+    await eventually(lambda: watcher.records, timeout_s=20)
+    assert watcher.records == {"worker/w1": known}
+    assert await registry.read_registry(client) == [known]
 
 
 async def test_a_lease_that_is_not_renewed_ends(
