@@ -27,7 +27,8 @@ async def list_processes(state: StateDir) -> list[dict[str, Any]]:
             **{key: entry[key] for key in ("name", "kind", "pid", "address", "metrics", "restarts", "silences")},
             "ready": ready.get(entry["name"], False),
             **({"progress": progress[entry["name"]]} if entry["name"] in progress else {}),
-            "children": _children(state.ready_file(entry["name"]), entry["pid"]),
+            "release": _told(state.ready_file(entry["name"]), entry["pid"]).get("release", ""),
+            "children": _children(_told(state.ready_file(entry["name"]), entry["pid"])),
         }
         for entry in entries
     ]
@@ -46,14 +47,17 @@ def _spec(entry: dict[str, Any]) -> ProcessSpec:
     return ProcessSpec(entry["name"], entry["kind"], (), entry["address"], entry["metrics"], entry["admin"])
 
 
-def _children(ready_file: Path, pid: int | None) -> list[dict[str, Any]]:
-    """Living children that the process named in its ready file; a stale file is another process's."""
+def _told(ready_file: Path, pid: int | None) -> dict[str, Any]:
+    """What the process wrote into its ready file; a stale file is another process's."""
     try:
-        told = json.loads(ready_file.read_text())
+        told: dict[str, Any] = json.loads(ready_file.read_text())
     except (OSError, ValueError):
-        return []
-    if told.get("pid") != pid:
-        return []
+        return {}
+    return told if told.get("pid") == pid else {}
+
+
+def _children(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its children that live."""
     return [
         {"role": child["role"], "pid": child["pid"]} for child in told.get("children", []) if is_alive(child["pid"])
     ]

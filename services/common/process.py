@@ -12,6 +12,8 @@ import sys
 import uuid
 from pathlib import Path
 
+from services.common.release import RELEASE
+
 _PR_SET_PDEATHSIG = 1
 # Net new objects between passes over the youngest, of these before one over the next older, and of those before a full
 # one: the first two take under a millisecond, and cycles, which alone need the last, are rare.
@@ -33,11 +35,11 @@ def generated_instance(service: str) -> str:
 
 
 def write_ready_file(path: Path | None, **addresses: object) -> None:
-    """Tell whoever started this process where it listens; atomic, nothing when `path` is None."""
+    """Tell whoever started this process where it listens and its release; atomic, nothing when `path` is None."""
     if path is None:
         return
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"pid": os.getpid(), **addresses}))
+    temporary.write_text(json.dumps({"pid": os.getpid(), "release": RELEASE, **addresses}))
     temporary.replace(path)
 
 

@@ -25,6 +25,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from prometheus_client import start_http_server
 
+from services.common.release import RELEASE
+
 SECONDS_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64),
     *(1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
@@ -75,6 +77,9 @@ def configure_metrics(service: str, instance: str, listen: str) -> str:
         metric_readers=[PrometheusMetricReader()], resource=_resource(service, instance), views=[seconds]
     )
     metrics.set_meter_provider(provider)
+    provider.get_meter("kvmesh").create_up_down_counter(
+        "kvmesh_build_info", description="1, with the release of KVMesh that the process runs."
+    ).add(1, {"release": RELEASE})
     host, _, port = listen.rpartition(":")
     try:
         server, _thread = start_http_server(int(port), addr=host)
@@ -96,7 +101,8 @@ def process_telemetry(service: str, instance: str, *, level: str, metrics_listen
 
 
 def _resource(service: str, instance: str) -> Resource:
-    return Resource.create({"service.name": f"kvmesh-{service}", "service.instance.id": instance})
+    names = {"service.name": f"kvmesh-{service}", "service.instance.id": instance}
+    return Resource.create(names | {"service.version": RELEASE})
 
 
 def _add_trace_ids(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -62,6 +62,7 @@ class PlacedAttempt:
             job.worker_request(number, grant, known, hold_s),
             deadline_s=max(0.001, job.deadline_at_s - now_s),
             metadata=caller_metadata(job.request_id),
+            protocol=job.protocol,
         )
         return cls(placement, job, number, grant, asked_at_s, inbox, now_s, is_held=hold_s > 0)
 

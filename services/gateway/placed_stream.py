@@ -192,6 +192,8 @@ class PlacedStream:
             self._raise(InvalidRequest(end.detail))
         elif end.code == grpc.StatusCode.RESOURCE_EXHAUSTED and not attempt.first_token_at_s:
             self._on_stale()
+        elif end.code == grpc.StatusCode.UNIMPLEMENTED:
+            self._on_too_old()
         elif end.code == grpc.StatusCode.RESOURCE_EXHAUSTED:
             self._raise(WorkerFailed("the answer was read too slowly"))
         else:
@@ -200,6 +202,14 @@ class PlacedStream:
     def _on_stale(self) -> None:
         self.placement.metrics.count_retry("stale")
         self._end_attempt(OUTCOME_STALE)
+        self._placing.again()
+
+    def _on_too_old(self) -> None:
+        """The worker's release does not know what the prompt needs, nor has the router's known that it does not."""
+        self.placement.metrics.count_retry("too_old")
+        _log.info("worker_too_old", worker_id=self.worker_id)
+        self._placing.setbacks.excluded.append(self.worker_id)
+        self._end_attempt(OUTCOME_CANCELLED)
         self._placing.again()
 
     def _on_silence(self, attempt: PlacedAttempt) -> None:

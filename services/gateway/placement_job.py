@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.v1.common_pb2 import Objectives, SamplingParams
-from kvmesh.v1.router_pb2 import Ask, Grant
+from kvmesh.v1.router_pb2 import Ask, Grant, Requirements
 from kvmesh.v1.worker_pb2 import KnownOutput, WorkerGenerateRequest
 
 from services.common.blocks import BLOCK_ID_BYTES, BlockId, chain_block_ids, join_ids
 from services.common.fair_queue import RequestClass
+from services.common.release import GRAMMAR_PROTOCOL
 from services.gateway.output_record import OutputRecord
 from services.gateway.request import PromptPlan
 from services.gateway.tickets import Wanted
@@ -73,6 +74,11 @@ class PlacementJob:
             ttft_at_s=math.inf if is_accepted else self.ttft_at_s,
         )
 
+    @property
+    def protocol(self) -> int:
+        """Least WorkerIdentity.protocol of whoever may run it; 0: any."""
+        return GRAMMAR_PROTOCOL if self.sampling.grammar else 0
+
     def objectives_left(self, now_s: float) -> Objectives:
         """What is left of the objectives. now_s: monotonic time."""
         left_s = max(_LEAST_OBJECTIVE_S, self.ttft_at_s - now_s)
@@ -94,6 +100,7 @@ class PlacementJob:
             excluded_workers=excluded,
             traceparent=self.traceparent,
             objectives=objectives,
+            requires=Requirements(protocol=self.protocol) if self.protocol else None,
             can_hand_off=True,
         )
 

@@ -62,11 +62,13 @@ class LinkSilent(AttemptEnded):
 class Attempt:
     """One attempt: `read` until it ends, or `cancel`."""
 
-    __slots__ = ("_end", "_link", "_unread", "_waiter", "key")
+    __slots__ = ("_end", "_link", "_protocol", "_unread", "_waiter", "key")
 
-    def __init__(self, link: WorkerLink, key: int) -> None:
+    def __init__(self, link: WorkerLink, key: int, protocol: int = 0) -> None:
+        """protocol: least that the worker must tell with its admission, or the attempt ends as UNIMPLEMENTED."""
         self.key = key
         self._link = link
+        self._protocol = protocol
         self._unread: deque[WorkerGenerateResponse] = deque()
         self._end: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -124,6 +126,9 @@ class Attempt:
         """Messages that have come, and what is raised after them when they are the last. Nothing follows an end."""
         if self._end is not None:
             return
+        if self._protocol and any(self._is_too_old(message) for message in messages):
+            self._link.forget(self.key)
+            messages, end = (), AttemptEnded(grpc.StatusCode.UNIMPLEMENTED, "the worker is of too old a release")
         self._unread.extend(messages)
         if end is None and len(self._unread) > _MAX_UNREAD:
             self._link.forget(self.key)
@@ -132,6 +137,9 @@ class Attempt:
         self._end = end
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _is_too_old(self, message: WorkerGenerateResponse) -> bool:
+        return message.HasField("admitted") and message.admitted.protocol < self._protocol
 
 
 class WorkerLink:
@@ -164,9 +172,11 @@ class WorkerLink:
         """Attempts that have not ended."""
         return len(self._attempts)
 
-    def start(self, request: WorkerGenerateRequest, *, deadline_s: float, metadata: Mapping[str, str]) -> Attempt:
-        """Begin an attempt. deadline_s: seconds left. metadata: trace context and request id."""
-        attempt = Attempt(self, next(self._keys))
+    def start(
+        self, request: WorkerGenerateRequest, *, deadline_s: float, metadata: Mapping[str, str], protocol: int = 0
+    ) -> Attempt:
+        """Begin an attempt. deadline_s: seconds left. metadata: trace context and request id. protocol: see Attempt."""
+        attempt = Attempt(self, next(self._keys), protocol)
         start = StartAttempt(key=attempt.key, request=request, deadline_s=deadline_s, metadata=metadata)
         message = ServeRequest(start=start)
         if message.ByteSize() > MAX_MESSAGE_BYTES:

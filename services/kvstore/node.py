@@ -16,6 +16,7 @@ from services.common.keys import location_key
 from services.common.process import stop_event, write_ready_file
 from services.common.redis_client import RedisHealth, connect_redis
 from services.common.registry import LocationRecord, Registrar, new_epoch
+from services.common.release import RELEASE
 from services.common.rpc import MeshServer
 from services.common.security import MeshSecret, load_mesh_secret
 from services.common.transfer.endpoint import TransferEndpoint
@@ -113,6 +114,7 @@ class _Node:
             transfer_grpc_address=address,
             metrics_address=metrics_address,
             started_s=int(time.time()),
+            release=RELEASE,
         )
 
     async def open_ssd(self) -> None:

@@ -49,4 +49,5 @@ def _meets(identity: Identity | None, requires: Requirements) -> bool:
         and requires.dtype in ("", identity.dtype)
         and requires.device in ("", identity.device)
         and (not requires.adapter or requires.adapter in identity.adapters)
+        and requires.protocol <= identity.protocol
     )

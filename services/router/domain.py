@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from services.common.blocks import BlockId
 from services.common.keys import life_key
+from services.common.release import FIRST_PROTOCOL
 from services.common.step_costs import StepCosts
 
 WorkerId = NewType("WorkerId", str)
@@ -40,6 +41,7 @@ class Requirements:
     dtype: str = ""
     device: str = ""
     adapter: str = ""
+    protocol: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Identity:
     role: str = "both"
     device: str = ""
     adapters: frozenset[str] = frozenset()
+    protocol: int = FIRST_PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ def kvstore_views(decisions: Decisions) -> list[router_pb2.KvStoreView]:
             epoch=record.epoch,
             pull_address=record.pull_address,
             indexed_blocks=decisions.indexed_blocks(record.location),
+            release=record.release,
         )
         for record in decisions.kvstores.values()
     ]
@@ -60,6 +61,7 @@ def _worker_view(decisions: Decisions, worker_id: WorkerId, *, is_suspect: bool)
         indexed_blocks=decisions.indexed_blocks(worker.record.location),
         pending_attempts=len(worker.pending),
         drained=bool(rows["drained"][row]),
+        release=worker.record.release,
     )
 
 

@@ -101,7 +101,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     def _decide(self, message: router_pb2.Ask, opened: OpenAttempts) -> Decided | Refused:
         try:
-            return self._decisions.decide(_ask_of(message), opened, time.monotonic())
+            return self._decisions.decide(ask_of(message), opened, time.monotonic())
         except BadAskError as error:
             return Refused(RefusalReason.BAD_ASK, str(error), 0.0)
 
@@ -133,8 +133,8 @@ def _describe(span: trace.Span, message: router_pb2.Ask, answer: Placement | Ref
     span.set_attribute("kvmesh.pull_blocks", sum(run.num_blocks for run in answer.pull_plan))
 
 
-def _ask_of(message: router_pb2.Ask) -> Ask:
-    """Raises BadAskError."""
+def ask_of(message: router_pb2.Ask) -> Ask:
+    """The domain's form of an ask. Raises BadAskError."""
     try:
         block_ids = split_ids(message.block_ids)
     except ValueError as error:
@@ -157,10 +157,14 @@ def _ask_of(message: router_pb2.Ask) -> Ask:
         priority=message.priority,
         ttft_objective_s=max(0.0, message.objectives.ttft_s),
         tpot_objective_s=max(0.0, message.objectives.tpot_s),
-        requires=Requirements(message.requires.dtype, message.requires.device, message.requires.adapter),
+        requires=_requirements(message.requires),
         resumes=message.resumes,
         can_hand_off=message.can_hand_off,
     )
+
+
+def _requirements(message: router_pb2.Requirements) -> Requirements:
+    return Requirements(message.dtype, message.device, message.adapter, message.protocol)
 
 
 def _model_queues(message: router_pb2.QueueReport) -> tuple[ModelQueue, ...]:

@@ -23,6 +23,7 @@ from services.common.fair_queue import NUM_CLASSES
 from services.common.keys import life_key
 from services.common.redis_client import Backoff
 from services.common.registry import LocationRecord, RegistryChange
+from services.common.release import FIRST_PROTOCOL
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
 from services.common.step_costs import StepCosts
@@ -200,6 +201,7 @@ def identity_of(message: worker_pb2.WorkerIdentity) -> Identity:
         role=_ROLES.get(message.role, "both"),
         device=message.device,
         adapters=frozenset(message.adapters),
+        protocol=message.protocol or FIRST_PROTOCOL,
     )
 
 

@@ -10,6 +10,7 @@ import structlog
 from kvmesh.v1 import worker_pb2
 from opentelemetry import context as otel_context
 
+from services.common.release import PROTOCOL
 from services.worker.convert import chunk_proto, completed_proto, finish_proto, load_proto, move_proto
 from services.worker.front import Front
 from services.worker.messages import (
@@ -54,7 +55,9 @@ class Exchange:
     def _other(self, event: Event) -> Iterator[worker_pb2.WorkerGenerateResponse]:
         match event:
             case AdmittedRequest(cached_tokens=cached_tokens):
-                admitted = worker_pb2.Admitted(worker_id=self._worker_id, cached_tokens=cached_tokens)
+                admitted = worker_pb2.Admitted(
+                    worker_id=self._worker_id, cached_tokens=cached_tokens, protocol=PROTOCOL
+                )
                 yield worker_pb2.WorkerGenerateResponse(admitted=admitted)
             case PreparedRequest():
                 yield worker_pb2.WorkerGenerateResponse(prepared=worker_pb2.Prepared(takes_more=True))

@@ -18,6 +18,7 @@ from kvmesh.v1 import worker_pb2
 from services.common.blocks import BLOCK_TOKENS, LAYOUT_VERSION
 from services.common.models import ModelSource
 from services.common.registry import LocationRecord
+from services.common.release import PROTOCOL, RELEASE
 from services.common.security import MeshSecret
 from services.common.tokenizer_digest import tokenizer_digest
 from services.worker.children import Child, Part, SharedParts, secret_environment, start_child
@@ -138,6 +139,7 @@ def identity_proto(replica: Replica, settings: WorkerSettings) -> worker_pb2.Wor
         max_running_requests=settings.max_running,
         role=_ROLES[settings.role],
         device=settings.device,
+        protocol=PROTOCOL,
     )
 
 
@@ -155,6 +157,7 @@ def location_record(replica: Replica, settings: WorkerSettings, *, address: str,
         model=replica.source.name,
         model_digest=replica.engine_ready.model_digest.hex(),
         started_s=replica.epoch // 1_000_000,
+        release=RELEASE,
     )
 
 

@@ -56,6 +56,7 @@ from kvmesh.v1.worker_pb2 import (
 )
 from kvmesh.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
+from services.common.release import PROTOCOL
 from services.common.rpc import MeshServer
 from services.common.security import MeshSecret
 
@@ -147,6 +148,8 @@ class FakeWorker(WorkerServicer):
     deaf: bool = False
     # What who comes back for an answer hears, instead of nothing.
     kept: WorkerGenerateResponse | None = None
+    # How much of a request it says that it understands.
+    protocol: int = PROTOCOL
     server: MeshServer = field(default_factory=lambda: MeshServer("127.0.0.1:0", secret=SECRET))
 
     async def start(self) -> str:
@@ -213,7 +216,8 @@ class FakeWorker(WorkerServicer):
         if script.stale:
             yield WorkerGenerateResponse(stale=Stale(load=WorkerLoad(waiting_requests=9)))
             return
-        yield WorkerGenerateResponse(admitted=Admitted(worker_id=self.worker_id, cached_tokens=script.cached))
+        admitted = Admitted(worker_id=self.worker_id, cached_tokens=script.cached, protocol=self.protocol)
+        yield WorkerGenerateResponse(admitted=admitted)
         if request.hold_s:
             if script.leave_held:
                 yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=MOVE_REASON_DRAINING))

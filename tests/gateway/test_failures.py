@@ -62,6 +62,20 @@ async def test_failure_before_the_first_token_is_unseen(mesh: Mesh, broken: Scri
     assert len({request.sampling.seed for worker in mesh.workers for request in worker.requests}) == 1
 
 
+async def test_workers_of_too_old_a_release_are_passed_over(mesh: Mesh) -> None:
+    """However many there are: they have not failed."""
+    too_old = Script(fail_before_admission=grpc.StatusCode.UNIMPLEMENTED)
+    mesh.plan[:] = [too_old, Script(answer_tokens(mesh))]
+    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    assert [list(ask.excluded_workers) for ask in mesh.router.asks] == [[], ["w0"]]
+    await eventually(lambda: len(mesh.router.dones) == 2)
+    assert [done.outcome for done in mesh.router.dones] == [OUTCOME_CANCELLED, OUTCOME_OK]
+    mesh.plan[:] = [too_old]
+    with pytest.raises(grpc.aio.AioRpcError) as none_left:
+        await mesh.complete()
+    assert none_left.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
 async def test_dead_worker_address_is_unseen(mesh: Mesh) -> None:
     living = dict(mesh.router.workers)
     mesh.router.workers.clear()

@@ -60,6 +60,24 @@ async def read_all(attempt: Attempt) -> tuple[list[int], AttemptEnded]:
             tokens += message.tokens.token_ids
 
 
+@pytest.mark.parametrize("told", [0, 1, 2, 3])
+async def test_a_worker_of_too_old_a_release_is_left(
+    workers: list[FakeWorker], channels: WorkerChannels, told: int
+) -> None:
+    workers[0].protocol = told
+    link = channels.acquire(await workers[0].start())
+    request = WorkerGenerateRequest(request_id="drip", num_choices=1, max_tokens=4000)
+    tokens, end = await read_all(link.start(request, deadline_s=30.0, metadata={}, protocol=2))
+    if told >= 2:
+        assert (len(tokens), end.code) == (50, grpc.StatusCode.OK)
+        return
+    assert (tokens, end.code) == ([], grpc.StatusCode.UNIMPLEMENTED)
+    await eventually(lambda: workers[0].cancelled == 1 and not workers[0].running)
+    assert len(link) == 0
+    tokens, end = await read_all(start(link, "short"))
+    assert (tokens, end.code) == ([0, 1, 2, 3, 4], grpc.StatusCode.OK)
+
+
 async def test_attempts_share_a_stream_and_end_by_themselves(
     workers: list[FakeWorker], channels: WorkerChannels
 ) -> None:

@@ -11,7 +11,7 @@ from services.router.domain import Identity, Placement, RefusalReason, Requireme
 from tests.router.scenes import IDENTITY, IDLE, Scene
 
 IDENTITIES = st.builds(
-    lambda context, blocks, dtype, role, device, adapters: replace(
+    lambda context, blocks, dtype, role, device, adapters, protocol: replace(
         IDENTITY,
         context_length=context,
         total_blocks=blocks,
@@ -19,6 +19,7 @@ IDENTITIES = st.builds(
         role=role,
         device=device,
         adapters=adapters,
+        protocol=protocol,
     ),
     st.integers(1, 4000),
     st.integers(1, 250),
@@ -26,12 +27,14 @@ IDENTITIES = st.builds(
     st.sampled_from(["both", "prefill", "decode"]),
     st.sampled_from(["cpu", "cuda"]),
     st.frozensets(st.sampled_from(["one", "two"])),
+    st.integers(1, 3),
 )
 REQUIREMENTS = st.builds(
     Requirements,
     st.sampled_from(["", "bfloat16", "float32"]),
     st.sampled_from(["", "cpu", "cuda"]),
     st.sampled_from(["", "one", "two"]),
+    st.integers(0, 3),
 )
 
 
@@ -44,6 +47,7 @@ def can_finish(identity: Identity, prompt: int, output: int, requires: Requireme
         and requires.dtype in ("", identity.dtype)
         and requires.device in ("", identity.device)
         and (not requires.adapter or requires.adapter in identity.adapters)
+        and requires.protocol <= identity.protocol
     )
 
 

@@ -202,22 +202,26 @@ class Requirements(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Compute dtype: "bfloat16" or "float32"."""
     device: _builtins.str
     """Class of the accelerator: "cpu" or "cuda"."""
     adapter: _builtins.str
     """Name of an adapter that is loaded."""
+    protocol: _builtins.int
+    """Least WorkerIdentity.protocol."""
     def __init__(
         self,
         *,
         dtype: _builtins.str = ...,
         device: _builtins.str = ...,
         adapter: _builtins.str = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "device", b"device", "dtype", b"dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "device", b"device", "dtype", b"dtype", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,6 +704,7 @@ class WorkerView(_message.Message):
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     PENDING_ATTEMPTS_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     address: _builtins.str
@@ -716,6 +721,8 @@ class WorkerView(_message.Message):
     """Attempts granted by this router and not yet in the worker's reports."""
     drained: _builtins.bool
     """An operator has drained it through the control API."""
+    release: _builtins.str
+    """Of KVMesh; empty: it tells none."""
     def __init__(
         self,
         *,
@@ -733,10 +740,11 @@ class WorkerView(_message.Message):
         indexed_blocks: _builtins.int = ...,
         pending_attempts: _builtins.int = ...,
         drained: _builtins.bool = ...,
+        release: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "drained", b"drained", "draining", b"draining", "epoch", b"epoch", "free_blocks", b"free_blocks", "indexed_blocks", b"indexed_blocks", "model", b"model", "pending_attempts", b"pending_attempts", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running_requests", b"running_requests", "suspect", b"suspect", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "drained", b"drained", "draining", b"draining", "epoch", b"epoch", "free_blocks", b"free_blocks", "indexed_blocks", b"indexed_blocks", "model", b"model", "pending_attempts", b"pending_attempts", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "release", b"release", "running_requests", b"running_requests", "suspect", b"suspect", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -750,10 +758,13 @@ class KvStoreView(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     PULL_ADDRESS_FIELD_NUMBER: _builtins.int
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     kvstore_id: _builtins.str
     epoch: _builtins.int
     pull_address: _builtins.str
     indexed_blocks: _builtins.int
+    release: _builtins.str
+    """Of KVMesh; empty: it tells none."""
     def __init__(
         self,
         *,
@@ -761,10 +772,11 @@ class KvStoreView(_message.Message):
         epoch: _builtins.int = ...,
         pull_address: _builtins.str = ...,
         indexed_blocks: _builtins.int = ...,
+        release: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "indexed_blocks", b"indexed_blocks", "kvstore_id", b"kvstore_id", "pull_address", b"pull_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "indexed_blocks", b"indexed_blocks", "kvstore_id", b"kvstore_id", "pull_address", b"pull_address", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -238,18 +238,22 @@ class Admitted(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     cached_tokens: _builtins.int
     """Prompt tokens found in the local pool or planned to be pulled."""
+    protocol: _builtins.int
+    """As in WorkerIdentity: the caller leaves an attempt that needs more."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         cached_tokens: _builtins.int = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "protocol", b"protocol", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -745,6 +749,7 @@ class WorkerIdentity(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     model: _builtins.str
@@ -770,6 +775,8 @@ class WorkerIdentity(_message.Message):
     role: Global___WorkerRole.ValueType
     device: _builtins.str
     """Class of the accelerator: "cpu" or "cuda"."""
+    protocol: _builtins.int
+    """How much it understands of a request: 1 (or 0, untold) all fields up to keep_s; 2 SamplingParams.grammar, too."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the adapters that it has loaded."""
@@ -799,10 +806,11 @@ class WorkerIdentity(_message.Message):
         role: Global___WorkerRole.ValueType = ...,
         device: _builtins.str = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "context_length", b"context_length", "decode_step_s", b"decode_step_s", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "max_running_requests", b"max_running_requests", "model", b"model", "model_digest", b"model_digest", "prefill_tokens_per_s", b"prefill_tokens_per_s", "pull_address", b"pull_address", "role", b"role", "step_token_budget", b"step_token_budget", "tokenizer_digest", b"tokenizer_digest", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "context_length", b"context_length", "decode_step_s", b"decode_step_s", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "max_running_requests", b"max_running_requests", "model", b"model", "model_digest", b"model_digest", "prefill_tokens_per_s", b"prefill_tokens_per_s", "protocol", b"protocol", "pull_address", b"pull_address", "role", b"role", "step_token_budget", b"step_token_budget", "tokenizer_digest", b"tokenizer_digest", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

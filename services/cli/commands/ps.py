@@ -51,10 +51,11 @@ def logs(
 
 def _table(processes: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold")
-    for column in ("name", "pid", "ready", "address", "metrics", "children"):
+    for column in ("name", "release", "pid", "ready", "address", "metrics", "children"):
         table.add_column(column)
     for one in processes:
         children = " ".join(f"{child['role']}:{child['pid']}" for child in one["children"])
         ready = "[green]yes[/]" if one["ready"] else f"[red]{one.get('progress', 'no')}[/]"
-        table.add_row(one["name"], str(one["pid"] or "-"), ready, one["address"], one["metrics"], children)
+        pid = str(one["pid"] or "-")
+        table.add_row(one["name"], one["release"], pid, ready, one["address"], one["metrics"], children)
     return table

@@ -51,7 +51,7 @@ _DEFAULT_POOL_BYTES = 2**30
 _END_TIMEOUT_S = 5.0
 _COUNTERS_EVERY_S = 1.0
 _DIGEST_BYTES = 16
-_TAG_SIMULATED, _TAG_TOKENIZER, _TAG_SHAPE = 96, 97, 98
+_TAG_SIMULATED, _TAG_TOKENIZER, _TAG_SHAPE, _TAG_NOTHING = 96, 97, 98, 99
 _log = structlog.get_logger()
 
 
@@ -235,6 +235,8 @@ def sim_digest(source: ModelSource, model: SimModel, context: int, settings: Wor
         (_TAG_SIMULATED, settings.dtype.encode()),
         (_TAG_TOKENIZER, tokenizer_digest(source)),
         (_TAG_SHAPE, repr((model.shape, context)).encode()),
+        # Release 0.1.0 had a setting here: without it, its simulated workers are of another model than ours.
+        (_TAG_NOTHING, b""),
     ]
     return blake2b(tagged(parts), digest_size=_DIGEST_BYTES).digest()
 
