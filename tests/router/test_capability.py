@@ -43,7 +43,6 @@ def can_finish(identity: Identity, prompt: int, output: int, requires: Requireme
     return (
         total <= identity.context_length
         and -(-total // 16) <= identity.total_blocks
-        and identity.role != "prefill"
         and requires.dtype in ("", identity.dtype)
         and requires.device in ("", identity.device)
         and (not requires.adapter or requires.adapter in identity.adapters)
@@ -59,9 +58,10 @@ def test_only_who_has_room_for_prompt_and_output_and_all_that_is_required(
     for number, identity in enumerate(identities):
         scene.worker(f"w{number}", IDLE, identity)
     answer = scene.place(scene.ask([], tokens=prompt, max_output_tokens=2 * output, num_choices=2, requires=requires))
-    able = {
-        f"w{number}" for number, identity in enumerate(identities) if can_finish(identity, prompt, output, requires)
-    }
+    numbered = [(f"w{number}", one) for number, one in enumerate(identities)]
+    able = {name: one for name, one in numbered if can_finish(one, prompt, output, requires)}
+    # A worker for prompts does all of a request only where nobody else can.
+    able = {name: one for name, one in able.items() if one.role != "prefill"} or able
     if isinstance(answer, Placement):
         assert answer.worker_id in able
     else:
