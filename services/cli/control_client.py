@@ -37,13 +37,14 @@ class ControlClient:
 
     def call(self, work: Work[Reply]) -> Reply:
         """What the first router that answers says. Raises CliError with its refusal, or why none answers."""
-        return asyncio.run(self._first(work))
+        return asyncio.run(self.first(work))
 
     def everywhere(self, work: Work[Reply]) -> tuple[dict[str, Reply], dict[str, grpc.aio.AioRpcError]]:
         """Answers by router, and errors by router."""
-        return asyncio.run(self._all(work))
+        return asyncio.run(self.all_of(work))
 
-    async def _first(self, work: Work[Reply]) -> Reply:
+    async def first(self, work: Work[Reply]) -> Reply:
+        """`call` inside a running loop."""
         reason = ""
         for router in self._routers:
             try:
@@ -54,7 +55,8 @@ class ControlClient:
                 reason = describe(router, error)
         raise CliError(reason)
 
-    async def _all(self, work: Work[Reply]) -> tuple[dict[str, Reply], dict[str, grpc.aio.AioRpcError]]:
+    async def all_of(self, work: Work[Reply]) -> tuple[dict[str, Reply], dict[str, grpc.aio.AioRpcError]]:
+        """`everywhere` inside a running loop."""
         replies: dict[str, Reply] = {}
         errors: dict[str, grpc.aio.AioRpcError] = {}
 

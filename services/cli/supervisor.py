@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from services.cli.canary_start import canary_rollout
 from services.cli.child import Child
 from services.cli.errors import CliError, StartError
 from services.cli.load_progress import load_progress
@@ -54,17 +55,8 @@ class Supervisor:
         self._served = False
         self._rolling = asyncio.Lock()
         self._runs: set[asyncio.Task[None]] = set()
-        self._children = [
-            Child(
-                spec,
-                state,
-                redis_password=redis_password,
-                start_limit_s=start_timeout_s,
-                report=report,
-                changed=self._publish,
-            )
-            for spec in plan.processes
-        ]
+        self._redis_password = redis_password
+        self._children = list(map(self._child, plan.processes))
 
     async def run(self, on_ready: Callable[[], None]) -> None:
         """Until SIGTERM, SIGINT or SIGHUP. Raises StartError after stopping what had started."""
@@ -83,6 +75,16 @@ class Supervisor:
                 await self._stop(stop)
                 rotation.cancel()
 
+    def _child(self, spec: ProcessSpec) -> Child:
+        return Child(
+            spec,
+            self._state,
+            redis_password=self._redis_password,
+            start_limit_s=self._start_timeout_s,
+            report=self._report,
+            changed=self._publish,
+        )
+
     async def _roll_out(self, asked: dict[str, Any], report: Callable[[str], None]) -> None:
         """Raises CliError."""
         if self._rolling.locked():
@@ -93,6 +95,17 @@ class Supervisor:
             report(line)
 
         async with self._rolling:
+            if "canary" in asked:
+                await canary_rollout(
+                    asked["canary"],
+                    children=self._children,
+                    new_child=self._child,
+                    state=self._state,
+                    start_limit_s=self._start_timeout_s,
+                    changed=self._publish,
+                    report=tell,
+                ).run()
+                return
             rollout = Rollout(self._children, start_limit_s=self._start_timeout_s, report=tell)
             await rollout.run(interrupt=asked.get("interrupt") is True)
             tell("the rollout is complete")
