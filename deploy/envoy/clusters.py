@@ -8,6 +8,7 @@ from envoy.config.endpoint.v3 import endpoint_components_pb2, endpoint_pb2
 from envoy.extensions.upstreams.http.v3 import http_protocol_options_pb2
 from envoy.type.v3 import percent_pb2
 
+from deploy.envoy.descriptors import OPENAI_SERVICE
 from deploy.envoy.settings import Address, EnvoySettings
 from deploy.envoy.wire import boolean, packed, seconds, socket_address, uint32
 
@@ -90,7 +91,8 @@ def _health_check(settings: EnvoySettings) -> health_check_pb2.HealthCheck:
         unhealthy_threshold=uint32(2),
         healthy_threshold=uint32(1),
         always_log_health_check_failures=False,
-        grpc_health_check=health_check_pb2.HealthCheck.GrpcHealthCheck(),
+        # By name: to the gateway that is a balancer, whom it tells before it leaves.
+        grpc_health_check=health_check_pb2.HealthCheck.GrpcHealthCheck(service_name=OPENAI_SERVICE),
     )
 
 

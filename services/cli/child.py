@@ -1,7 +1,8 @@
 """One supervised process: started, watched, started again when it ends or has fallen silent.
 
 The process leads a session of its own, so a Ctrl-C in the terminal reaches only the supervisor, and dies with the
-supervisor. Its output is appended to its log. A restart keeps name, ports and command.
+supervisor. Its output is appended to its log. A restart keeps name, ports and command. Where the program can do so, its
+replacement takes over from it while it runs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pathlib import Path
 
 from services.cli.contact import contact
 from services.cli.errors import CliError, StartError
+from services.cli.hot_restart import HotRestart
 from services.cli.logs import last_lines, open_log
 from services.cli.plan import ProcessSpec
-from services.cli.probes import is_ready
+from services.cli.probes import PROBE_TIMEOUT_S, is_ready, valkey_reply
 from services.cli.process_state import process_state
 from services.cli.state import StateDir
 from services.cli.watchdog import until_silent
@@ -66,6 +68,8 @@ class Child:
         self._killing = asyncio.Event()
         self._replacing = asyncio.Event()
         self._lives = 0
+        self._hot = HotRestart(spec) if spec.base_id else None
+        self._successor: asyncio.subprocess.Process | None = None
         self._ended = asyncio.Event()
         self._ended.set()
 
@@ -75,10 +79,14 @@ class Child:
         try:
             await self._keep_alive()
         finally:
+            if self._successor is not None:
+                _kill_group(self._successor.pid)
+            if self._hot is not None:
+                await self._hot.close()
             self._ended.set()
 
     def request_stop(self, deadline_s: float) -> None:
-        """SIGTERM now, SIGKILL after the deadline; no more restarts."""
+        """SIGINT now, SIGKILL after the deadline; no more restarts. For when nobody sends it requests any more."""
         self._stop_deadline_s = deadline_s
         self._stopping.set()
 
@@ -88,11 +96,16 @@ class Child:
         self._stopping.set()
 
     async def replace(self, deadline_s: float, start_limit_s: float) -> float:
-        """SIGTERM now, SIGKILL after the deadline, and another process in its place; seconds until that is ready.
+        """Another process in the place of this one; seconds until that is ready.
 
-        Raises CliError when it takes longer than both limits together; it is then still tried.
+        SIGTERM now and SIGKILL after the deadline, or a hot restart. Raises CliError when it takes longer than both
+        limits together: it is then still tried, or, at a hot restart, given up.
         """
         started_s, lives = time.monotonic(), self._lives
+        if self._hot is not None:
+            await self._hand_over(self._hot, start_limit_s)
+        if self.spec.kind == "valkey":
+            await self._have_saved()
         self._stop_deadline_s = deadline_s
         self._replacing.set()
         try:
@@ -102,11 +115,38 @@ class Child:
                 await self.ready.wait()
         except TimeoutError:
             raise CliError(f"{self.spec.name} is not ready again within {start_limit_s:g} s") from None
+        # Another start, after a crash, must not find what was true long ago.
+        self._state.dump.unlink(missing_ok=True)
         return time.monotonic() - started_s
 
     async def wait_ended(self) -> None:
         """Until `run` has returned; at once if it never ran."""
         await self._ended.wait()
+
+    async def _hand_over(self, hot: HotRestart, start_limit_s: float) -> None:
+        """Start a successor beside the process; `_run_once` takes it up. Raises CliError, and then nothing changes."""
+        await hot.check(start_limit_s)
+        await hot.alone()
+        process = await self._spawn(hot.epoch + 1)
+        try:
+            await hot.until_live(process, hot.epoch + 1, start_limit_s)
+        except BaseException:
+            _kill_group(process.pid)
+            raise
+        hot.epoch += 1
+        self._successor = process
+
+    async def _have_saved(self) -> None:
+        """Have Valkey write its data when it is told to end; the next one reads it. Raises CliError."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                reply = await valkey_reply(
+                    self.spec.address, self._redis_password, "CONFIG SET shutdown-on-sigterm save"
+                )
+        except (OSError, TimeoutError) as error:
+            reply = type(error).__name__
+        if reply != "+OK":
+            raise CliError(f"{self.spec.name} would not keep its data ({reply}); the rollout ends here")
 
     async def _keep_alive(self) -> None:
         backoff_s, attempts = FIRST_BACKOFF_S, 0
@@ -131,7 +171,7 @@ class Child:
 
     async def _run_once(self) -> int:
         self._state.ready_file(self.spec.name).unlink(missing_ok=True)
-        process = await self._spawn()
+        process, self._successor = self._successor or await self._spawn_anew(), None
         self._lives += 1
         self._set_pid(process.pid)
         watcher = asyncio.create_task(self._watch_readiness())
@@ -141,8 +181,13 @@ class Child:
         exit_status = asyncio.create_task(process.wait())
         try:
             await asyncio.wait({exit_status, stopping, replacing, silent}, return_when=asyncio.FIRST_COMPLETED)
+            if self._successor is not None and self._hot is not None and not stopping.done():
+                exit_status.cancel()
+                self._hot.see_off(process)
+                return 0
             if not exit_status.done() and not silent.done():
-                await self._terminate(process, exit_status)
+                number = signal.SIGINT if self._stopping.is_set() else signal.SIGTERM
+                await self._terminate(process, number, exit_status)
             # What it left behind must not hold its ports.
             _kill_group(process.pid)
             return await exit_status
@@ -154,24 +199,36 @@ class Child:
             self.ready.clear()
             self._set_pid(None)
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    async def _spawn_anew(self) -> asyncio.subprocess.Process:
+        if self._hot is not None:
+            self._hot.epoch = 0
+        return await self._spawn(epoch=0)
+
+    async def _spawn(self, epoch: int) -> asyncio.subprocess.Process:
+        """epoch: of a hot restart; 0 has no predecessor."""
+        command = self.spec.command
+        if self._hot is not None:
+            command = (*command, "--restart-epoch", str(epoch))
         log = open_log(self._state.log(self.spec.name))
         try:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), *self.spec.command),
+                *(sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), *command),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                cwd=self.spec.folder,
                 env={**self.spec.defaults, **os.environ, **self.spec.environment},
             )
         finally:
             os.close(log)
 
-    async def _terminate(self, process: asyncio.subprocess.Process, exit_status: asyncio.Task[int]) -> None:
+    async def _terminate(
+        self, process: asyncio.subprocess.Process, number: signal.Signals, exit_status: asyncio.Task[int]
+    ) -> None:
         killing = asyncio.create_task(self._killing.wait())
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+            process.send_signal(number)
         done, _ = await asyncio.wait(
             {exit_status, killing}, return_when=asyncio.FIRST_COMPLETED, timeout=self._stop_deadline_s
         )

@@ -18,6 +18,9 @@ LOOPBACK = "127.0.0.1"
 STOP_ORDER = ("envoy", "gateway", "worker", "router", "kvstore", "valkey")
 # Envoy has waited for the requests in flight before a service is told to stop.
 DRAIN_DEADLINE_S = 8.0
+# In a rollout streams end by themselves at a gateway, and at an Envoy that has a successor.
+GATEWAY_DRAIN_DEADLINE_S = 300.0
+PREDECESSOR_S = 300
 MAX_VALKEY_BYTES = 512 * 2**20
 
 
@@ -25,7 +28,8 @@ MAX_VALKEY_BYTES = 512 * 2**20
 class ProcessSpec:
     """One process. `metrics` is empty where there is no Prometheus page; `admin` is Envoy's.
 
-    `environment` goes before the supervisor's own environment, `defaults` after it.
+    `environment` goes before the supervisor's own environment, `defaults` after it. `folder` is where it runs, None for
+    the supervisor's own. A `base_id` other than 0 names a program that can be hot restarted.
     """
 
     name: str
@@ -34,6 +38,8 @@ class ProcessSpec:
     address: str
     metrics: str = ""
     admin: str = ""
+    folder: Path | None = None
+    base_id: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, str] = field(default_factory=dict)
 
@@ -105,7 +111,7 @@ class Planner:
             *("--instance", name, "--listen", address, "--metrics-listen", metrics),
             *("--mesh-secret-file", str(self._state.secret_file)),
             *("--ready-file", str(self._state.ready_file(name))),
-            *("--drain-deadline-s", str(DRAIN_DEADLINE_S)),
+            *("--drain-deadline-s", str(GATEWAY_DRAIN_DEADLINE_S if kind == "gateway" else DRAIN_DEADLINE_S)),
         )
         return ProcessSpec(
             name=name,
@@ -191,9 +197,17 @@ class Planner:
         )
         configuration = self._state.run / "envoy.json"
         self._files[configuration] = bootstrap_json(settings)
-        flags = ("--concurrency", "1", "--disable-hot-restart", "--log-level", "warning")
+        # A port of its own tells it from other Envoys of this machine.
+        base_id = settings.admin.port
+        flags = (
+            *("--concurrency", "1", "--log-level", "warning"),
+            # Relative to its folder: a socket's name must be short.
+            *("--base-id", str(base_id), "--socket-path", "envoy"),
+            *("--parent-shutdown-time-s", str(PREDECESSOR_S), "--drain-strategy", "immediate"),
+        )
         command = (str(self._binaries.envoy), "-c", str(configuration), *flags)
-        return ProcessSpec("envoy", "envoy", command, str(settings.listen), metrics, admin)
+        address = str(settings.listen)
+        return ProcessSpec("envoy", "envoy", command, address, metrics, admin, self._state.run, base_id)
 
     def _address(self) -> str:
         return self._address_and_port()[0]

@@ -19,7 +19,7 @@ async def is_ready(spec: ProcessSpec, redis_password: str) -> bool:
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             if spec.kind == "valkey":
-                return await _valkey_answers(spec.address, redis_password)
+                return await valkey_reply(spec.address, redis_password, "PING") == "+PONG"
             if spec.kind == "envoy":
                 return await http_status(spec.admin, "/ready") == 200
             return await _grpc_serving(spec.address)
@@ -64,11 +64,13 @@ async def _grpc_serving(address: str) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def _valkey_answers(address: str, password: str) -> bool:
+async def valkey_reply(address: str, password: str, command: str) -> str:
+    """The first line that Valkey answers to a command. Raises OSError; the caller sets the deadline."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        writer.write(f"AUTH {password}\r\nPING\r\n".encode())
-        return (await reader.readline(), await reader.readline()) == (b"+OK\r\n", b"+PONG\r\n")
+        writer.write(f"AUTH {password}\r\n{command}\r\n".encode())
+        await reader.readline()
+        return (await reader.readline()).decode().strip()
     finally:
         writer.close()

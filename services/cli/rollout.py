@@ -1,9 +1,10 @@
 """Replaces the processes of a running mesh one after another, so that none of its clients notices.
 
-From the inside out: kvstores, routers, workers, gateways. Each gets SIGTERM and drains: a worker's streams move or
-finish, Envoy takes a draining gateway's refusals elsewhere. Its successor has its name, ports and command, and the next
-one follows once the rest of the mesh knows the successor. While one is away others of its kind serve, so there must
-be two of each that requests need. Envoy and Valkey stay as they are.
+From the inside out: Valkey, kvstores, routers, workers, gateways, Envoy. Valkey leaves its data to its successor, and
+the mesh does without it meanwhile. A service gets SIGTERM and drains: a worker's streams move or finish, a gateway's
+finish, while Envoy takes its refusals elsewhere. Its successor has its name, ports and command, and the next one
+follows once the rest of the mesh knows the successor. While one is away others of its kind serve, so there must be two
+of each that requests need. Envoy's successor takes over from it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from services.cli.child import Child
 from services.cli.errors import CliError
+from services.cli.plan import DRAIN_DEADLINE_S, GATEWAY_DRAIN_DEADLINE_S
 from services.cli.probes import PROBE_TIMEOUT_S, http_exchange
 
-ORDER = ("kvstore", "router", "worker", "gateway")
+ORDER = ("valkey", "kvstore", "router", "worker", "gateway", "envoy")
 # Without these no request is served.
 _NEEDED = ("router", "worker", "gateway")
-# Longer than a service's own drain deadline.
-_STOP_DEADLINE_S = 15.0
+# Beyond a service's own drain deadline.
+_STOP_MARGIN_S = 10.0
 _KNOWN_WITHIN_S = 30.0
 _POLL_S = 0.2
 
@@ -48,7 +50,8 @@ class Rollout:
 
     async def _replace(self, child: Child) -> None:
         await _until(self._all_ready, _KNOWN_WITHIN_S, f"something is not ready before {child.spec.name} may go")
-        took_s = await child.replace(_STOP_DEADLINE_S, self._start_limit_s)
+        drain_s = GATEWAY_DRAIN_DEADLINE_S if child.spec.kind == "gateway" else DRAIN_DEADLINE_S
+        took_s = await child.replace(drain_s + _STOP_MARGIN_S, self._start_limit_s)
         await _until(self._is_known, _KNOWN_WITHIN_S, f"the mesh does not see all of its {child.spec.kind}s")
         self._report(f"{child.spec.name} is replaced ({took_s:.1f} s)")
 
@@ -56,7 +59,11 @@ class Rollout:
         return all(child.ready.is_set() for child in self._children)
 
     async def _is_known(self) -> bool:
-        """Every router has a life sign of every worker, and Envoy's last check of every gateway was good."""
+        """All have Redis, routers have life signs of all workers, and Envoy's last check of every gateway was good."""
+        for child in self._children:
+            connected = _sample(await _page(child.spec.metrics, "/metrics"), "kvmesh_redis_connected")
+            if connected is not None and connected < 1:
+                return False
         workers, gateways = len(self._of("worker")), len(self._of("gateway"))
         for router in self._of("router"):
             page = await _page(router.spec.metrics, "/metrics")

@@ -46,6 +46,7 @@ def run_supervisor(
         plan = _plan(options, state, password)
         for path, text in plan.files.items():
             state.write_private(path, text)
+        state.dump.unlink(missing_ok=True)
         state.write_private(state.redis_url_file, plan.redis_url + "\n")
         supervisor = Supervisor(
             plan,

@@ -45,6 +45,11 @@ class StateDir:
         return self.root / "run"
 
     @property
+    def dump(self) -> Path:
+        """What a Valkey leaves to the one that replaces it; there only meanwhile."""
+        return self.run / "dump.rdb"
+
+    @property
     def secret_file(self) -> Path:
         """The mesh secret; survives restarts, so that block ids do."""
         return self.root / "mesh_secret"

@@ -20,12 +20,23 @@ _PR_SET_PDEATHSIG = 1
 _COLLECTIONS = (700, 5, 1000)
 
 
-def stop_event() -> asyncio.Event:
+class StopEvent(asyncio.Event):
+    """Set when the process is to end. interrupted: by SIGINT, so that nobody need hear of it before."""
+
+    interrupted = False
+
+    def interrupt(self) -> None:
+        """End, and tell nobody first."""
+        self.interrupted = True
+        self.set()
+
+
+def stop_event() -> StopEvent:
     """An event that SIGTERM and SIGINT set. Call inside the running loop."""
-    event = asyncio.Event()
+    event = StopEvent()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, event.set)
+    loop.add_signal_handler(signal.SIGTERM, event.set)
+    loop.add_signal_handler(signal.SIGINT, event.interrupt)
     return event
 
 

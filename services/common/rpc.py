@@ -5,7 +5,9 @@ Certificates (mTLS) would enter here and nowhere else.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
 from structlog.contextvars import bind_contextvars
 
+from services.common.balancers import Balancers
 from services.common.security import MeshSecret
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ _SERVER_OPTIONS = (
     ("grpc.absolute_max_metadata_size", 96 * 1024),
 )
 
+_UNTOLD_POLL_S = 0.05
 _tracer = trace.get_tracer("kvmesh.rpc")
 
 
@@ -95,7 +99,8 @@ class MeshServer:
         if secret is not None:
             interceptors.insert(0, _SecretInterceptor(secret))
         self.server = grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
-        self._health = health_aio.HealthServicer()
+        self._balancers = Balancers()
+        self._health = _HealthServicer(self._balancers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         self._listen = listen
@@ -130,9 +135,35 @@ class MeshServer:
         for name in ("", *self._names):
             await self._health.set(name, status)
 
+    async def balancers_told(self, within_s: float) -> bool:
+        """Wait until all who balance by health checks have heard that this is not ready; False: not in time."""
+        ends_s = time.monotonic() + within_s
+        while untold := self._balancers.num_untold(now_s := time.monotonic()):
+            if now_s >= ends_s:
+                break
+            await asyncio.sleep(_UNTOLD_POLL_S)
+        return untold == 0
+
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls and let running ones finish for `grace_s` seconds."""
         await self.server.stop(grace_s)
+
+
+class _HealthServicer(health_aio.HealthServicer):  # type: ignore[misc]
+    """Takes down who balances by its answers."""
+
+    def __init__(self, balancers: Balancers) -> None:
+        super().__init__()
+        self._balancers = balancers
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        answer: health_pb2.HealthCheckResponse = await super().Check(request, context)
+        if request.service:
+            serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+            self._balancers.asked(context.peer(), time.monotonic(), serving=serving)
+        return answer
 
 
 class _SecretInterceptor(_Interceptor):

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         async with GatewayServer(settings, secret, instance).running() as server:
             write_ready_file(settings.ready_file, address=server.address, metrics=metrics_address)
             await server.run_until(stop)
-            await server.drain()
+            await server.drain(tell=not stop.interrupted)
 
     try:
         settings = load_settings(GatewaySettings, sys.argv[1:] if argv is None else argv)

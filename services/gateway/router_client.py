@@ -86,6 +86,7 @@ class RouterClient:
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._outbox: asyncio.Queue[RouteRequest] = asyncio.Queue(_OUTBOX_MESSAGES)
         self._asked = asyncio.Event()
+        self._models_told = asyncio.Event()
         self._heard_at_s = 0.0
         self.failovers = 0
         self.dropped_dones = 0
@@ -232,12 +233,19 @@ class RouterClient:
                     if not isinstance(snapshot, ModelSnapshot):
                         break
                     update(snapshot)
+                    self._models_told.set()
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 _log.debug("model_watch_lost", reason=type(error).__name__)
             finally:
                 call.cancel()
             index += 1
             await asyncio.sleep(_CYCLE_PAUSE_S)
+
+    async def models_told(self, within_s: float) -> None:
+        """Wait for the first model snapshot, for so long at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._models_told.wait()
 
     async def close(self) -> None:
         """Close the channels."""

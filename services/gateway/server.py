@@ -45,6 +45,10 @@ from services.gateway.worker_channels import WorkerChannels
 # Silence is looked for this often, and held-back events this often while writes are paced.
 _PULSE_S, _PACED_PULSE_S = 0.1, 0.02
 _LEAVE_S = 1.0
+# Longest wait for a router's word on which models there are, and for balancers to hear that this gateway leaves.
+_LOOK_AROUND_S, _TELL_S = 5.0, 5.0
+# What balancers had sent before they heard arrives meanwhile.
+_SETTLE_S = 0.5
 _DRAIN_POLL_S = 0.05
 _log = structlog.get_logger("gateway")
 
@@ -180,6 +184,8 @@ class GatewayServer:
             self._tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
             await self._generations.started()
             self.address = await self._server.start(self._settings.advertise_host)
+            # Requests that came before would be refused for want of a model.
+            await self.router.models_told(_LOOK_AROUND_S)
             await self._server.set_ready(True)
             yield self
         finally:
@@ -207,8 +213,12 @@ class GatewayServer:
         finally:
             stopping.cancel()
 
-    async def drain(self) -> None:
-        """Turn health off, refuse new requests and wait until the running ones have ended, within the deadline."""
+    async def drain(self, *, tell: bool = True) -> None:
+        """Turn health off, refuse new requests and wait until the running ones have ended, within the deadline.
+
+        tell: stay until every balancer has heard of it, and refuse what it sends until then; a request that reached a
+        closing server would be lost, since its balancer could not know that it has not begun.
+        """
         self.core.admission.draining = True
         await self._server.set_ready(False)
         ends_s = time.monotonic() + self._settings.drain_deadline_s
@@ -216,7 +226,10 @@ class GatewayServer:
         while self.core.admission.total and time.monotonic() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_S)
         _log.info("drained", inflight=self.core.admission.total)
-        # Envoy may not know yet: what is on its way here is refused, and not reset, which Envoy could not repeat.
+        if tell:
+            if not await self._server.balancers_told(_TELL_S):
+                _log.warning("balancers_not_told", waited_s=_TELL_S)
+            await asyncio.sleep(_SETTLE_S)
         await self._server.stop(_LEAVE_S)
 
 

@@ -21,11 +21,11 @@ class OpenAIServer(openai_pb2_grpc.OpenAIServicer):
         return HttpBody(content_type="application/json", data=b"{}")
 
 
-async def serve(listen: str, ready_file: Path, ignore_sigterm: bool) -> None:
+async def serve(listen: str, ready_file: Path, is_stubborn: bool) -> None:
     stop = stop_event()
-    if ignore_sigterm:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT) if is_stubborn else ():
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
     server = MeshServer(listen, secret=None)
     server.add(openai_pb2_grpc.add_OpenAIServicer_to_server, OpenAIServer(), "kvmesh.v1.OpenAI")
     address = await server.start()

@@ -57,6 +57,22 @@ async def test_a_gateway_that_drains_gets_no_new_work(tmp_path: Path) -> None:
             assert (stays.openai.calls, drains.openai.calls) == (10, 0)
 
 
+async def test_who_leaves_after_its_balancers_have_heard_is_missed_by_nobody(tmp_path: Path) -> None:
+    async with serving_gateway() as stays, serving_gateway() as leaves:
+        async with running_envoy(tmp_path, stays.address, leaves.address) as edge:
+            assert not await leaves.server.balancers_told(0), "Envoy asks, and has heard that it serves"
+            leaves.openai.draining = True
+            await leaves.server.set_ready(False)
+            assert await leaves.server.balancers_told(20)
+            assert await edge.stat("cluster.gateways.membership_healthy") == 1
+            calls = leaves.openai.calls
+            await leaves.server.stop(0)
+            for _ in range(20):
+                async with request(edge.port, "POST", "/v1/chat/completions", b"{}") as response:
+                    assert response.status == 200
+            assert await edge.stat("cluster.gateways.upstream_rq_retry") == calls
+
+
 async def test_what_a_draining_gateway_refuses_goes_to_another(tmp_path: Path) -> None:
     """Between the moment that it drains and the health check that tells Envoy."""
     async with serving_gateway() as stays, serving_gateway() as drains:

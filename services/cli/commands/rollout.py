@@ -45,7 +45,7 @@ def rollout(
     ] = None,
     state: StateOption = None,
 ) -> None:
-    """Replace every kvstore, router, worker and gateway of the local mesh, one after another.
+    """Replace every process of the local mesh, one after another.
 
     With --model or --worker-flags: only the workers of a model, by a new version that is tried by a canary first.
     """
