@@ -21,7 +21,7 @@ from services.cli.errors import CliError, StartError
 from services.cli.hot_restart import HotRestart
 from services.cli.logs import last_lines, open_log
 from services.cli.plan import ProcessSpec
-from services.cli.probes import PROBE_TIMEOUT_S, is_ready, valkey_reply
+from services.cli.probes import is_ready, valkey_reply
 from services.cli.process_state import process_state
 from services.cli.state import StateDir
 from services.cli.watchdog import until_silent
@@ -33,6 +33,7 @@ STEADY_S = 20.0
 START_ATTEMPTS = 3
 CONFIGURATION_ERROR_STATUS = 2
 _PROBE_INTERVAL_S = 0.1
+_SAVE_ASK_TIMEOUT_S = 5.0
 # By a signal, or by a debugger.
 _STOPPED = ("T", "t")
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
@@ -115,8 +116,6 @@ class Child:
                 await self.ready.wait()
         except TimeoutError:
             raise CliError(f"{self.spec.name} is not ready again within {start_limit_s:g} s") from None
-        # Another start, after a crash, must not find what was true long ago.
-        self._state.dump.unlink(missing_ok=True)
         return time.monotonic() - started_s
 
     async def wait_ended(self) -> None:
@@ -139,7 +138,7 @@ class Child:
     async def _have_saved(self) -> None:
         """Have Valkey write its data when it is told to end; the next one reads it. Raises CliError."""
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with asyncio.timeout(_SAVE_ASK_TIMEOUT_S):
                 reply = await valkey_reply(
                     self.spec.address, self._redis_password, "CONFIG SET shutdown-on-sigterm save"
                 )
@@ -242,6 +241,9 @@ class Child:
         if self._was_ready:
             self._report(f"{self.spec.name} is ready again")
         self._was_ready = True
+        if self.spec.kind == "valkey":
+            # It has read that; another start, after a crash, must not find what was true long ago.
+            self._state.dump.unlink(missing_ok=True)
         self.ready.set()
 
     async def _watch_silence(self, pid: int) -> None:

@@ -23,7 +23,7 @@ ORDER = ("valkey", "kvstore", "router", "worker", "gateway", "envoy")
 _NEEDED = ("router", "worker", "gateway")
 # Beyond a service's own drain deadline.
 _STOP_MARGIN_S = 10.0
-_KNOWN_WITHIN_S = 30.0
+_KNOWN_WITHIN_S = 60.0
 _POLL_S = 0.2
 
 
