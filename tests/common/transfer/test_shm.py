@@ -111,13 +111,13 @@ async def test_a_place_outside_the_shown_memory_is_refused(start_holder: StartHo
     for place in ((1, 0, BLOCK_BYTES), (0, size - 10, BLOCK_BYTES), (0, -1, BLOCK_BYTES), (0, 0, BLOCK_BYTES - 1)):
         connection = await ShmConnection.connect(holder.peer.grpc_address, _KEY, [shown_memory()])
         connection.start()
-        connection.send(wire.ShownOffer(1, [header(chain(1), 0, data)], [place], EPOCH, 5.0, ""))
+        connection.send(wire.ShownOffer(1, [header(chain(1), 0, data)], [place], EPOCH, 120.0, ""))
         await eventually(lambda: holder.state()["open_reservations"] == 0)
         connection.fail(PeerLost("end of the test"))
     assert holder.state()["pushed"] == []
     transport = ShmTransport(_KEY, [shown_memory()])
     with pytest.raises(NotShown):
-        await transport.push(holder.peer, PushRequest([header(chain(1), 0, data)], [memoryview(data)], EPOCH, 5.0))
+        await transport.push(holder.peer, PushRequest([header(chain(1), 0, data)], [memoryview(data)], EPOCH, 120.0))
     await transport.close()
 
 

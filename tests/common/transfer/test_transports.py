@@ -123,7 +123,7 @@ async def test_a_wrong_secret_is_refused(transport_name: str, start_holder: Star
 async def test_a_hundred_pulls_at_once(transport: Transport, start_holder: StartHolder) -> None:
     holder = start_holder()
     pulls = [Pulled(chain(64)[: 1 + number % 16]) for number in range(100)]
-    results = await asyncio.gather(*(pull(transport, holder.peer, pulled, deadline_s=20.0) for pulled in pulls))
+    results = await asyncio.gather(*(pull(transport, holder.peer, pulled, deadline_s=120.0) for pulled in pulls))
     for pulled, result in zip(pulls, results, strict=True):
         assert result == PullResult(len(pulled.ids), STOP_COMPLETE)
         pulled.assert_good(len(pulled.ids))
@@ -135,7 +135,7 @@ async def test_push_and_pull_back(transport: Transport, start_holder: StartHolde
     ids = chain(20, chain_number=3)
     data = [payload(block_id, BLOCK_BYTES) for block_id in ids]
     headers = [header(ids, i, block) for i, block in enumerate(data)]
-    request = PushRequest(headers, shown(data), EPOCH, 5.0)
+    request = PushRequest(headers, shown(data), EPOCH, 60.0)
     result = await transport.push(holder.peer, request)
     assert (result.accepted, result.rejected) == (20, 0)
     assert holder.state()["pushed"] == [block_id.hex() for block_id in ids]
@@ -148,7 +148,7 @@ async def test_a_push_is_cut_at_the_first_bad_block(transport: Transport, start_
     data = [payload(block_id, BLOCK_BYTES) for block_id in ids]
     headers = [header(ids, i, block) for i, block in enumerate(data)]
     data[2] = bytes([data[2][0] ^ 1]) + data[2][1:]
-    request = PushRequest(headers, shown(data), EPOCH, 5.0)
+    request = PushRequest(headers, shown(data), EPOCH, 60.0)
     result = await transport.push(holder.peer, request)
     assert (result.accepted, result.rejected) == (2, 4)
 
@@ -158,7 +158,7 @@ async def test_blocks_held_already_are_not_sent_again(transport: Transport, star
     ids = chain(5)
     data = [payload(block_id, BLOCK_BYTES) for block_id in ids]
     headers = [header(ids, i, block) for i, block in enumerate(data)]
-    result = await transport.push(holder.peer, PushRequest(headers, shown(data), EPOCH, 5.0))
+    result = await transport.push(holder.peer, PushRequest(headers, shown(data), EPOCH, 60.0))
     assert result.accepted == 5
     assert holder.state()["pushed"] == [block_id.hex() for block_id in ids[3:]]
 

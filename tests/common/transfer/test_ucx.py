@@ -171,7 +171,7 @@ async def test_a_holder_that_accepts_what_was_not_offered(
     port = reactor.listen(0, accepting.set_result)
     transport = UcxTransport(reactor, _KEY)
     data = memoryview(payload(chain(1)[0], BLOCK_BYTES))
-    offer = PushRequest([header(chain(1), 0, bytes(data))] * 2, [data] * 2, EPOCH, 5.0)
+    offer = PushRequest([header(chain(1), 0, bytes(data))] * 2, [data] * 2, EPOCH, 60.0)
     pushing = asyncio.ensure_future(transport.push(PeerAddress(f"127.0.0.1:{port}", ""), offer))
     connection = await UcxConnection.accept(await accepting, _KEY)
     asked: asyncio.Future[wire.AnyControl] = asyncio.get_running_loop().create_future()

@@ -26,7 +26,7 @@ NUM_BLOCKS = 40
 
 
 async def pull(transport: Transport, peer: PeerAddress, pulled: Pulled, wait_s: float) -> PullResult:
-    request = PullRequest(pulled.ids, EPOCH, 20.0, wait_s=wait_s)
+    request = PullRequest(pulled.ids, EPOCH, 120.0, wait_s=wait_s)
     return await transport.pull(peer, request, pulled.buffers, pulled.on_block)
 
 

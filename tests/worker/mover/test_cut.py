@@ -64,7 +64,7 @@ async def test_what_came_before_the_cut_counts(
     assert (await mover.done(PullDone, 1)).error == ""
     stopped.signal(signal.SIGSTOP)
     runs = [run_at(holder.peer, 0, 7), run_at(stopped.peer, 7, 5)]
-    mover.pull(2, ids, slots, *runs, patience_s=PATIENCE_S, block_compute_s=0.001)
+    mover.pull(2, ids, slots, *runs, patience_s=4 * PATIENCE_S, block_compute_s=0.001)
     cut = await mover.done(PullCut, 2)
     assert (cut.num_blocks, cut.tiers) == (7, ["ram"] * 7)
     assert [(timing.num_blocks, timing.outcome) for timing in cut.runs] == [(7, "ok"), (0, "late")]
@@ -74,24 +74,33 @@ async def test_what_came_before_the_cut_counts(
     stopped.signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("gap_s", "lost"), [(0.002, False), (0.06, True)], ids=["fast", "slow"])
-async def test_the_race_is_against_computing(gap_s: float, lost: bool) -> None:
-    """Blocks of 20 ms each to compute, patience for 100 ms."""
+@pytest.mark.parametrize(
+    ("gap_s", "patience_s", "compute_s", "lost"),
+    [(0.002, 2.0, 1.0, False), (0.06, 0.1, 0.02, True)],
+    ids=["fast", "slow"],
+)
+async def test_the_race_is_against_computing(gap_s: float, patience_s: float, compute_s: float, lost: bool) -> None:
     clock = asyncio.get_running_loop().time
     progress, losses = PullProgress(clock), []
     progress.begin_run(30)
-    race = Race(progress, 0.1, 0.02, lambda: losses.append(clock() - progress.started_s))
+    race = Race(progress, patience_s, compute_s, lambda: losses.append(clock() - progress.started_s))
     for _ in range(30):
         await asyncio.sleep(gap_s)
         if losses:
             break
         progress.arrived("ram")
     race.end()
-    assert bool(losses) == lost
-    if lost:
-        assert 0.1 + len(progress.tiers) * 0.02 <= losses[0]
-    await asyncio.sleep(0.15)
     assert len(losses) == lost
+    if lost:
+        assert patience_s + len(progress.tiers) * compute_s <= losses[0]
+
+
+async def test_a_race_that_is_over_is_not_lost() -> None:
+    losses: list[None] = []
+    race = Race(PullProgress(asyncio.get_running_loop().time), 0.05, 0.0, lambda: losses.append(None))
+    race.end()
+    await asyncio.sleep(0.2)
+    assert not losses
 
 
 def test_timings_are_of_each_run() -> None:
