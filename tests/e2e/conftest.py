@@ -20,5 +20,5 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 @pytest.fixture
 def client(mesh: Mesh) -> Iterator[openai.OpenAI]:
     """The official client, unmodified; its own retries are off so that each test sees the first answer."""
-    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
         yield made

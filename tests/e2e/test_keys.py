@@ -13,7 +13,7 @@ from tests.support.mesh import MODEL, Mesh, running_mesh, wait_for
 
 def cached_tokens(mesh: Mesh, key: str) -> int:
     """Cached prompt tokens of one fixed request."""
-    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key=key, max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key=key, max_retries=0, timeout=120) as client:
         answer = client.completions.create(model=MODEL, prompt="A prompt of two tenants. " * 12, max_tokens=1)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None

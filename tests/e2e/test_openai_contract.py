@@ -53,7 +53,7 @@ def test_stream_wire_format(mesh: Mesh) -> None:
     request = Request(
         f"{mesh.url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    with urlopen(request, timeout=60) as response:
+    with urlopen(request, timeout=120) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["x-request-id"]
         assert response.headers["x-kvmesh-worker"].startswith("worker")

@@ -116,7 +116,7 @@ def test_response_headers_and_log_lines_carry_the_ids(mesh: Mesh) -> None:
         "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01",
     }
     request = urllib.request.Request(f"{mesh.url}/v1/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=120) as response:
         assert response.headers["x-request-id"] == request_id
         assert response.headers["x-kvmesh-worker"].startswith("worker-")
         assert int(response.headers["x-kvmesh-cached-tokens"]) >= 0

@@ -28,7 +28,7 @@ async def ask(client: openai.AsyncOpenAI, number: int, max_tokens: int, started:
 
 
 async def ask_all(mesh: Mesh, max_tokens: int, started: set[int]) -> list[int]:
-    async with openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    async with openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         return await asyncio.gather(*(ask(client, number, max_tokens, started) for number in range(REQUESTS)))
 
 

@@ -24,19 +24,19 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENS = 40
 # Of answers that something happens to meanwhile.
-LONG = {"max_tokens": 150}
+LONG = {"max_tokens": 250}
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
     options = ("--workers", "2", "--gateways", "2", "--routers", "1")
-    with running_sim_mesh(*options, env={"KVMESH_GATEWAY_IDEMPOTENCY_WINDOW_S": "60"}) as running:
+    with running_sim_mesh(*options, env={"KVMESH_GATEWAY_IDEMPOTENCY_WINDOW_S": "300"}) as running:
         yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    async with openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
         yield made
 
 

@@ -37,7 +37,9 @@ async def pair(tmp_path: Path, valkey: Valkey, workers: list[FakeWorker]) -> Asy
     for folder in folders:
         folder.mkdir()
     async with AsyncExitStack() as stack:
-        one, two = [await stack.enter_async_context(router(folder, valkey.url)) for folder in folders]
+        # Longer than any of these tests: what is pending goes for a reason.
+        flags = (valkey.url, "--pending-timeout-s", "600")
+        one, two = [await stack.enter_async_context(router(folder, *flags)) for folder in folders]
         await one.workers_ready(2)
         await two.workers_ready(2)
         yield one, two

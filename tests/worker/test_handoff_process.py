@@ -24,7 +24,7 @@ SMALL_STEPS = ("--step-token-budget", "32", "--max-running", "8")
 LENGTH, MAX_TOKENS = 645, 30
 
 
-def awaited(record: LocationRecord, wait_s: float = 20.0) -> common_pb2.PullStep:
+def awaited(record: LocationRecord, wait_s: float = 100.0) -> common_pb2.PullStep:
     """All full blocks of a prompt that the worker of `record` is about to compute."""
     step = pull_step(record, LENGTH // 16)
     step.wait_s = wait_s
@@ -55,7 +55,7 @@ async def _handed_over(p: Stream, d: Stream, record: LocationRecord) -> None:
     tokens = prompt(LENGTH)
     sampling = common_pb2.SamplingParams(temperature=1.0, seed=5)
     expected = (await d.worker.generate(tokens, MAX_TOKENS, tenant="other", sampling=sampling)).tokens[0]
-    await d.start(1, tokens, MAX_TOKENS, pull_plan=[awaited(record)], hold_s=30.0, sampling=sampling)
+    await d.start(1, tokens, MAX_TOKENS, pull_plan=[awaited(record)], hold_s=120.0, sampling=sampling)
     await d.read_until(lambda: _has(d, 1, "admitted"))
     await p.start(1, tokens, MAX_TOKENS, sampling=sampling)
     await d.read_until(lambda: _has(d, 1, "prepared"))
@@ -74,7 +74,7 @@ async def _first_is_cancelled(p: Stream, d: Stream, record: LocationRecord) -> N
     """Its pull ends at once and not after wait_s: the second computes the rest, and is prepared all the same."""
     tokens = prompt(LENGTH, 1)
     await p.start(2, tokens, MAX_TOKENS)
-    await d.start(2, tokens, MAX_TOKENS, pull_plan=[awaited(record, 60.0)], hold_s=30.0)
+    await d.start(2, tokens, MAX_TOKENS, pull_plan=[awaited(record, 60.0)], hold_s=120.0)
     await eventually(lambda: total(p.worker.metrics(), "kvmesh_mover_open_leases") == 1)
     await p.cancel(2)
     await d.read_until(lambda: _has(d, 2, "prepared"))
@@ -87,7 +87,7 @@ async def _second_is_cancelled(p: Stream, d: Stream, record: LocationRecord) -> 
     """The first goes on to its end."""
     tokens = prompt(LENGTH, 2)
     await p.start(3, tokens, MAX_TOKENS)
-    await d.start(3, tokens, MAX_TOKENS, pull_plan=[awaited(record, 60.0)], hold_s=30.0)
+    await d.start(3, tokens, MAX_TOKENS, pull_plan=[awaited(record, 60.0)], hold_s=120.0)
     await d.read_until(lambda: _has(d, 3, "admitted"))
     await d.cancel(3)
     await p.read_until(lambda: 3 in p.ends)
@@ -97,7 +97,7 @@ async def _second_is_cancelled(p: Stream, d: Stream, record: LocationRecord) -> 
 async def _first_dies(first: WorkerProcess, p: Stream, d: Stream, record: LocationRecord) -> None:
     tokens = prompt(LENGTH, 3)
     await p.start(4, tokens, MAX_TOKENS)
-    await d.start(4, tokens, MAX_TOKENS, pull_plan=[awaited(record, 60.0)], hold_s=30.0)
+    await d.start(4, tokens, MAX_TOKENS, pull_plan=[awaited(record, 60.0)], hold_s=120.0)
     await d.read_until(lambda: _has(d, 4, "admitted"))
     os.kill(first.child("mover"), signal.SIGSTOP)
     first.process.kill()

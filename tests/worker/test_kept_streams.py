@@ -45,7 +45,7 @@ def ends(worker: WorkerProcess, reason: str) -> float:
 
 async def test_a_kept_attempt_outlives_its_callers(worker: WorkerProcess) -> None:
     first, second = Stream(worker), Stream(worker)
-    await first.start(1, prompt(20), TOKENS, request_id="k", keep_s=30.0)
+    await first.start(1, prompt(20), TOKENS, request_id="k", keep_s=120.0)
     await first.read_until(lambda: len(first.tokens(1)) > 3)
     await attach(second, 5, "k")
     await second.read_until(lambda: len(second.tokens(5)) > 5)
@@ -69,7 +69,7 @@ async def test_readers_of_a_held_attempt_are_told_what_it_was_resumed_with(worke
     whole = (await worker.generate(prompt(20), TOKENS)).tokens[0]
     starter, other = Stream(worker), Stream(worker)
     known = [worker_pb2.KnownOutput(token_ids=whole[:5])]
-    await starter.start(1, prompt(20), TOKENS, request_id="h", keep_s=30.0, hold_s=30.0, known=known)
+    await starter.start(1, prompt(20), TOKENS, request_id="h", keep_s=120.0, hold_s=120.0, known=known)
     await starter.read_until(lambda: any(event.HasField("prepared") for event in starter.events.get(1, [])))
     await attach(other, 1, "h")
     await other.read_until(lambda: other.tokens(1) == whole[:5])
@@ -90,7 +90,7 @@ async def test_a_kept_attempt_ends(worker: WorkerProcess) -> None:
 
 async def _cancelled_by_its_starter(worker: WorkerProcess, stream: Stream) -> None:
     other = Stream(worker)
-    await stream.start(1, prompt(20, 1), 3000, request_id="a", keep_s=30.0)
+    await stream.start(1, prompt(20, 1), 3000, request_id="a", keep_s=120.0)
     await stream.read_until(lambda: 1 in stream.events)
     await attach(other, 1, "a")
     await attach(other, 2, "a")
@@ -110,7 +110,7 @@ async def _cancelled_by_its_starter(worker: WorkerProcess, stream: Stream) -> No
 
 
 async def _left_complete(worker: WorkerProcess, stream: Stream) -> None:
-    await stream.start(2, prompt(20, 2), 3000, request_id="b", keep_s=30.0)
+    await stream.start(2, prompt(20, 2), 3000, request_id="b", keep_s=120.0)
     await stream.read_until(lambda: len(stream.tokens(2)) > 5)
     await detach(stream, 2, complete=True)
     await worker.wait_idle()
@@ -133,7 +133,7 @@ async def _read_by_nobody(worker: WorkerProcess) -> None:
 async def _there_is_no_room(worker: WorkerProcess, stream: Stream) -> None:
     """One is kept already, and complete: it gives way to the newest of three; a fourth running one is not kept."""
     for key in range(10, 14):
-        await stream.start(key, prompt(20, key), 3000, request_id=f"d{key}", keep_s=30.0)
+        await stream.start(key, prompt(20, key), 3000, request_id=f"d{key}", keep_s=120.0)
     await stream.read_until(lambda: stream.events.keys() >= set(range(10, 14)))
     assert (kept(worker), ends(worker, "evicted"), ends(worker, "no_room")) == (3, 1, 1)
     stream.call.cancel()
@@ -147,7 +147,7 @@ async def _there_is_no_room(worker: WorkerProcess, stream: Stream) -> None:
 
 async def test_what_cannot_be_admitted_is_not_kept(worker: WorkerProcess) -> None:
     stream = Stream(worker)
-    await stream.start(1, prompt(4200), 5, request_id="e", keep_s=30.0)
+    await stream.start(1, prompt(4200), 5, request_id="e", keep_s=120.0)
     await stream.read_until(lambda: 1 in stream.ends)
     assert stream.ends[1].code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert (kept(worker), ends(worker, "failed")) == (0, 1)
@@ -155,8 +155,8 @@ async def test_what_cannot_be_admitted_is_not_kept(worker: WorkerProcess) -> Non
 
 async def test_a_drain_does_not_wait_for_what_nobody_reads(worker: WorkerProcess) -> None:
     stream, reader = Stream(worker), Stream(worker)
-    await stream.start(1, prompt(20, 1), 3000, request_id="f", keep_s=30.0)
-    await stream.start(2, prompt(20, 2), TOKENS, request_id="g", keep_s=30.0)
+    await stream.start(1, prompt(20, 1), 3000, request_id="f", keep_s=120.0)
+    await stream.start(2, prompt(20, 2), TOKENS, request_id="g", keep_s=120.0)
     # What two streams say is taken in any order.
     await stream.read_until(lambda: 2 in stream.events)
     await attach(reader, 1, "g")

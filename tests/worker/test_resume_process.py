@@ -81,7 +81,7 @@ async def _held(
         key = first_key + 1000 * is_awaited
         splits = [sorted(rng.sample(range(MAX_TOKENS), 2)) for _ in range(choices)]
         begun = known([(0, first) for first, _ in splits], whole)
-        await stream.start(key, prompt(number), MAX_TOKENS, known=begun, hold_s=20.0, **wanted)
+        await stream.start(key, prompt(number), MAX_TOKENS, known=begun, hold_s=120.0, **wanted)
         if is_awaited:
             await stream.read_until(lambda key=key: any(e.HasField("prepared") for e in stream.events.get(key, [])))
         further = known([(first, last) for first, last in splits], whole)

@@ -144,7 +144,7 @@ def _modules(pid: int) -> set[str]:
 
 
 async def test_sigterm_lets_streams_finish(worker: WorkerProcess) -> None:
-    open_one = asyncio.create_task(worker.generate(prompt(64), 40))
+    open_one = asyncio.create_task(worker.generate(prompt(64), 120))
 
     async def decoding() -> bool:
         return (await worker.report()).load.decoding_sequences == 1
@@ -153,7 +153,7 @@ async def test_sigterm_lets_streams_finish(worker: WorkerProcess) -> None:
         while not await decoding():
             await asyncio.sleep(0.02)
     worker.process.send_signal(signal.SIGTERM)
-    assert len((await open_one).tokens[0]) == 40
+    assert len((await open_one).tokens[0]) == 120
     await eventually(lambda: worker.process.poll() == 0)
     assert "Traceback" not in worker.log()
 
