@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from services.common.models import resolve_model
+from services.common.release import FIRST_PROTOCOL, GRAMMAR_PROTOCOL, PROTOCOL
 from services.gateway.errors import InvalidRequest
 from services.gateway.grammars.checker import GrammarChecker
 from services.gateway.grammars.formats import json_form, regex_form
@@ -112,6 +113,21 @@ async def test_workers_get_the_grammar_and_bad_ones_reach_none(mesh: Mesh) -> No
     assert error["param"] == "guided_regex"
     assert "unclosed group" in error["message"]
     assert len(mesh.router.asks) == asks
+
+
+async def test_no_worker_answers_that_would_not_know_of_the_grammar(mesh: Mesh) -> None:
+    """A router of an older release may name one of its time."""
+    older, newer = mesh.workers
+    older.protocol = FIRST_PROTOCOL
+    try:
+        await mesh.chat(response_format={"type": "json_object"})
+    finally:
+        older.protocol = PROTOCOL
+    assert [list(ask.excluded_workers) for ask in mesh.router.asks] == [[], [older.worker_id]]
+    assert {ask.requires.protocol for ask in mesh.router.asks} == {GRAMMAR_PROTOCOL}
+    assert [len(worker.requests) for worker in (older, newer)] == [1, 1]
+    await mesh.chat()
+    assert not mesh.router.asks[-1].HasField("requires")
 
 
 async def test_streams_go_on_while_a_grammar_is_compiled(mesh: Mesh) -> None:
