@@ -67,7 +67,7 @@ CASES: list[tuple[str, bytes, int, str | None]] = [
     ("stop a number", chat(stop=3), 400, "stop"),
     ("stream text", chat(stream="yes"), 400, "stream"),
     ("tools", chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
-    ("response_format", chat(response_format={"type": "json_object"}), 400, "response_format"),
+    ("response_format", chat(response_format={"type": "yaml"}), 400, "response_format.type"),
     ("deep json", b'{"model":' + b"[" * 100_000, 400, None),
 ]
 
