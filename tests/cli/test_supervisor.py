@@ -102,7 +102,7 @@ async def test_a_mesh_starts_heals_and_stops(state: StateDir) -> None:
         assert [one["kind"] for one in listed] == ["valkey", "kvstore", "router", "worker", "gateway", "envoy"]
         assert all(one["ready"] for one in listed)
         by_name = {one["name"]: one for one in listed}
-        told = {"name", "kind", "pid", "address", "metrics", "restarts", "silences", "ready", "children"}
+        told = {"name", "kind", "release", "pid", "address", "metrics", "restarts", "silences", "ready", "children"}
         assert set(by_name["worker-0"]) == told
         assert [child["role"] for child in by_name["worker-0"]["children"]] == ["helper"]
         pids = [one["pid"] for one in listed] + [child["pid"] for one in listed for child in one["children"]]
