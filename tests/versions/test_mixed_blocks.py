@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from operator import gt
 from pathlib import Path
 
+import pytest
 from kvmesh.v1 import common_pb2, worker_pb2
 
 from services.common.registry import RegistryWatcher
@@ -122,6 +123,7 @@ async def scene(folder: Path, valkey: Valkey) -> AsyncIterator[Scene]:
         yield Scene(folder, valkey, releases, watcher, old, new)
 
 
+@pytest.mark.long
 async def test_blocks_and_attempts_go_from_release_to_release(tmp_path: Path, valkey: Valkey) -> None:
     async with scene(tmp_path, valkey) as here:
         old, new = here.old, here.new
