@@ -12,53 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from services.common.drain_rate import BusyDrain
 from services.common.fair_queue import Entry, FairQueue, RequestClass, displaced
 from services.common.virtual_counters import TokenPrices
 from services.gateway.errors import GatewayError, ObjectiveUnmet, Overloaded, TenantLimitExceeded
+from services.gateway.lane import MIN_RETRY_AFTER_S, Lane
 from services.gateway.output_forecast import OutputForecast
 from services.gateway.tickets import LineLimits, Ticket, TicketState, Wanted
 
-MAX_ASKS = 16
-_LEAST_RETRY_S = 0.01
-_FIRST_RETRY_S = 0.05
-_LAST_RETRY_S = 0.4
 # A worker's answer that it is full reaches the router with its next report; until then the ask may go there again.
 _QUICK_RETURNS = 2
-_MIN_RETRY_AFTER_S = 1.0
-_NEWEST_SHARE = 0.1
-_NO_CLASS_BLOCKED = RequestClass.BATCH + 1
 _PRICES = TokenPrices()
 
 # Told of every refusal: reason and class.
 OnRefusal = Callable[[str, RequestClass], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """One model: its queue, its asks in flight, and what is known of its workers' room.
-
-    first_token_s: mean time from a grant to the first token, as predicted.
-    """
-
-    queue: FairQueue[Ticket]
-    drain: BusyDrain = field(default_factory=BusyDrain)
-    num_asking: int = 0
-    max_asking: int = MAX_ASKS
-    blocked_from: int = _NO_CLASS_BLOCKED
-    pause_s: float = _FIRST_RETRY_S
-    timer: asyncio.TimerHandle | None = None
-    first_token_s: float = 0.0
-
-    def unblock(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer, self.blocked_from = None, _NO_CLASS_BLOCKED
 
 
 class FairLine:
@@ -72,7 +42,7 @@ class FairLine:
         self._limits = limits
         self._weight_of = weight_of
         self._on_refusal = on_refusal
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, Lane] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -93,7 +63,7 @@ class FairLine:
         lane = self._lanes.get(wanted.model)
         if lane is None:
             queue: FairQueue[Ticket] = FairQueue(self._weight_of, self._limits.starvation)
-            lane = self._lanes[wanted.model] = _Lane(queue)
+            lane = self._lanes[wanted.model] = Lane(queue)
         ticket = Ticket(wanted, self._end_of_wait(wanted))
         ticket.entry = Entry(ticket, wanted.tenant, wanted.request_class, self._estimate(wanted))
         self._refuse_hopeless(ticket, lane)
@@ -122,24 +92,14 @@ class FairLine:
         """The router has named a worker. predicted_ttft_s: from now to the first token."""
         lane = self._lanes[ticket.wanted.model]
         ticket.state = TicketState.GRANTED
-        lane.queue.take(ticket.entry)
-        lane.num_asking -= 1
-        lane.drain.add(ticket.entry.charged, time.monotonic())
-        lane.first_token_s += _NEWEST_SHARE * (predicted_ttft_s - lane.first_token_s)
-        lane.max_asking = min(MAX_ASKS, lane.max_asking + 1)
-        lane.pause_s = _FIRST_RETRY_S
+        lane.granted(ticket, predicted_ttft_s, time.monotonic())
         self._dispatch(lane)
 
     def full(self, ticket: Ticket, retry_after_s: float | None, room_in_s: float = 0.0) -> None:
         """The router has found every worker full. room_in_s: when it expects that to end, 0: unknown."""
         lane = self._lanes[ticket.wanted.model]
         ticket.retry_after_s = retry_after_s or ticket.retry_after_s
-        lane.max_asking = 1
-        lane.blocked_from = min(lane.blocked_from, ticket.asks_as)
-        if lane.timer is None:
-            pause_s = max(_LEAST_RETRY_S, min(room_in_s or lane.pause_s, lane.pause_s))
-            lane.timer = asyncio.get_running_loop().call_later(pause_s, self._retry, lane)
-            lane.pause_s = min(_LAST_RETRY_S, 2 * lane.pause_s)
+        lane.block(ticket.asks_as, room_in_s, functools.partial(self._retry, lane))
         self._return(ticket, lane)
 
     def again(self, ticket: Ticket, *, is_accepted: bool) -> None:
@@ -206,7 +166,7 @@ class FairLine:
             if lane.queue.num_waiting
         }
 
-    def _dispatch(self, lane: _Lane) -> None:
+    def _dispatch(self, lane: Lane) -> None:
         """Let as many ask as may."""
         now_s = time.monotonic()
         while lane.num_asking < lane.max_asking:
@@ -218,23 +178,23 @@ class FairLine:
             entry.item.changed.set()
         self._note_waiting(lane)
 
-    def _note_waiting(self, lane: _Lane) -> None:
+    def _note_waiting(self, lane: Lane) -> None:
         lane.drain.busy(lane.queue.num_waiting > 0, time.monotonic())
         if lane.queue.num_waiting:
             self.somebody_waits.set()
 
-    def _return(self, ticket: Ticket, lane: _Lane) -> None:
+    def _return(self, ticket: Ticket, lane: Lane) -> None:
         if ticket.state is TicketState.ASKING:
             lane.num_asking -= 1
         ticket.state = TicketState.WAITING
         lane.queue.put_back(ticket.entry)
         self._dispatch(lane)
 
-    def _retry(self, lane: _Lane) -> None:
+    def _retry(self, lane: Lane) -> None:
         lane.unblock()
         self._dispatch(lane)
 
-    def _settle(self, ticket: Ticket, lane: _Lane, cached_tokens: int, output_tokens: int | None) -> None:
+    def _settle(self, ticket: Ticket, lane: Lane, cached_tokens: int, output_tokens: int | None) -> None:
         if output_tokens is None:
             lane.queue.give_up(ticket.entry)
             return
@@ -245,18 +205,14 @@ class FairLine:
         lane.queue.settle(ticket.entry, cost)
         self.outputs.learn(wanted.tenant, output_tokens / wanted.num_choices)
 
-    def _refuse_hopeless(self, ticket: Ticket, lane: _Lane) -> None:
-        wanted, now_s = ticket.wanted, time.monotonic()
-        if wanted.ttft_at_s == math.inf or not lane.queue.num_waiting:
-            return
-        ahead = lane.queue.cost_ahead(wanted.tenant, wanted.request_class)
-        late_s = now_s + (lane.drain.forecast_s(ahead, now_s) or 0.0) + lane.first_token_s - wanted.ttft_at_s
-        if late_s > 0:
-            self._on_refusal("objective", wanted.request_class)
-            retry_after_s = max(_MIN_RETRY_AFTER_S, late_s)
+    def _refuse_hopeless(self, ticket: Ticket, lane: Lane) -> None:
+        late_s = lane.late_s(ticket.wanted, time.monotonic())
+        if late_s:
+            self._on_refusal("objective", ticket.wanted.request_class)
+            retry_after_s = max(MIN_RETRY_AFTER_S, late_s)
             raise ObjectiveUnmet("the first token would come too late behind those that wait", None, retry_after_s)
 
-    def _make_room(self, ticket: Ticket, lane: _Lane) -> None:
+    def _make_room(self, ticket: Ticket, lane: Lane) -> None:
         tenant = ticket.wanted.tenant
         queues = [other.queue for other in self._lanes.values()]
         if sum(queue.num_waiting_of(tenant) for queue in queues) >= self._limits.max_tenant_waiting:
@@ -288,12 +244,8 @@ class FairLine:
         self._on_refusal("wait", wanted.request_class)
         return Overloaded("no worker had room in time", None, retry_after_s)
 
-    def _drain_s(self, lane: _Lane) -> float:
-        """When a comer would find the queue empty, as it is drained now."""
-        drain_s = lane.drain.forecast_s(lane.queue.cost_waiting, time.monotonic())
-        if drain_s is None:
-            return self._limits.max_wait_s / 2
-        return min(self._limits.max_wait_s, max(_MIN_RETRY_AFTER_S, drain_s))
+    def _drain_s(self, lane: Lane) -> float:
+        return lane.retry_after_s(self._limits.max_wait_s, time.monotonic())
 
     def _end_of_wait(self, wanted: Wanted) -> float:
         return min(time.monotonic() + self._limits.max_wait_s, wanted.deadline_at_s, wanted.ttft_at_s)

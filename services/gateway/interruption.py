@@ -28,7 +28,7 @@ class Interruption:
 
     @classmethod
     def begin(
-        cls, reason: str, worker_id: str, last_token_at_s: float, known_tokens: int, *, is_move: bool = False
+        cls, reason: str, worker_id: str, last_token_at_s: float, known_tokens: int, *, is_move: bool
     ) -> Interruption:
         """The attempt at `worker_id` was left after its first token."""
         span = _tracer.start_span("move" if is_move else "rescue", attributes={"kvmesh.reason": reason})
@@ -53,3 +53,37 @@ class Interruption:
     def abandon(self) -> None:
         """The request has ended first."""
         self.span.end()
+
+
+@dataclass(slots=True, eq=False)
+class Pauses:
+    """Those of one stream, one at a time. last_token_at_s: monotonic."""
+
+    metrics: GatewayMetrics
+    last_token_at_s: float = 0.0
+    _open: Interruption | None = None
+
+    def begin(self, reason: str, worker_id: str, known_tokens: int, *, is_move: bool) -> None:
+        """The attempt at `worker_id` was left; before the first token nobody sees a pause.
+
+        One that is rescued before a move of it has shown its first token counts as a rescue.
+        """
+        if not known_tokens:
+            return
+        if not is_move:
+            self.metrics.moves.count_rescue(reason)
+        if self._open is None:
+            self._open = Interruption.begin(reason, worker_id, self.last_token_at_s, known_tokens, is_move=is_move)
+        self._open.is_move &= is_move
+
+    def over(self, worker_id: str, attempt: int, now_s: float) -> None:
+        """An attempt's first token has come. now_s: monotonic time."""
+        interruption, self._open = self._open, None
+        if interruption is not None:
+            interruption.over(self.metrics, worker_id=worker_id, attempt=attempt, now_s=now_s)
+
+    def abandon(self) -> None:
+        """The request has ended. Idempotent."""
+        interruption, self._open = self._open, None
+        if interruption is not None:
+            interruption.abandon()

@@ -22,13 +22,14 @@ from kvmesh.v1.worker_pb2 import Admitted, Completed, WorkerGenerateResponse
 
 from services.gateway.errors import AnswerNotKept, DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed
 from services.gateway.idempotency_records import Place
-from services.gateway.interruption import Interruption
-from services.gateway.mover import Mover
+from services.gateway.interruption import Pauses
 from services.gateway.output_record import OutputRecord
 from services.gateway.placed_attempt import PlacedAttempt
 from services.gateway.placement import Placement
 from services.gateway.placement_job import PlacementJob
 from services.gateway.placing import Placing
+from services.gateway.second_attempt import SecondAttempt
+from services.gateway.told_usage import ToldUsage
 from services.gateway.worker_link import AttemptEnded, LinkSilent
 
 _log = structlog.get_logger("gateway.placement")
@@ -36,30 +37,25 @@ _log = structlog.get_logger("gateway.placement")
 
 @dataclass(slots=True, eq=False)
 class PlacedStream:
-    """State of one prompt.
-
-    _ready: messages that are in the record and wait for the reader. _first_attempt: the first that was admitted, 0 for
-    none; the client is told its cached tokens.
-    """
+    """State of one prompt. _ready: messages that are in the record and wait for the reader."""
 
     placement: Placement
     job: PlacementJob
     worker_id: str = ""
     _output: OutputRecord = field(init=False)
     _placing: Placing = field(init=False)
-    _mover: Mover = field(init=False)
+    _second: SecondAttempt = field(init=False)
+    _pauses: Pauses = field(init=False)
     _open: PlacedAttempt | None = None
     _ready: deque[WorkerGenerateResponse] = field(default_factory=deque)
-    _first_attempt: int = 0
-    _cached_tokens: int = 0
-    _last_token_at_s: float = 0.0
-    _interruption: Interruption | None = None
+    _told: ToldUsage = field(default_factory=ToldUsage)
     _closed: bool = False
 
     def __post_init__(self) -> None:
         self._output = OutputRecord(self.job.num_choices, self.job.prompt.max_tokens, self.job.stop_token_ids)
         self._placing = Placing(self.placement, self.job, self._output)
-        self._mover = Mover(self._placing, self._on_prepared)
+        self._second = SecondAttempt(self._placing, self._on_prepared)
+        self._pauses = Pauses(self.placement.metrics)
 
     @property
     def route_s(self) -> float:
@@ -119,14 +115,14 @@ class PlacedStream:
         """Look for silence. now_s: monotonic time."""
         if self._open is not None:
             self._open.pulse(now_s, self.placement.admit_patience_s * 2**self._placing.setbacks.silences)
-            self._mover.pulse(now_s)
+            self._second.pulse(now_s)
 
     def _opened(self, attempt: PlacedAttempt | None) -> None:
         if attempt is not None:
             self._open, self.worker_id = attempt, attempt.worker_id
             self.placement.pulse.add(self)
             if attempt.grant.HasField("handoff"):
-                self._mover.hand_off(attempt)
+                self._second.hand_off(attempt)
 
     def _take(self, attempt: PlacedAttempt, message: WorkerGenerateResponse) -> bool:
         """Note what the worker says; whether the reader is to have it."""
@@ -136,7 +132,7 @@ class PlacedStream:
             if not attempt.first_token_at_s:
                 self._on_first_token(attempt)
             attempt.heard_tokens(len(message.tokens.token_ids))
-            self._last_token_at_s = attempt.heard_at_s
+            self._pauses.last_token_at_s = attempt.heard_at_s
             return self._output.note(message)
         if kind == "finish":
             return self._output.note(message)
@@ -148,17 +144,14 @@ class PlacedStream:
         if kind == "stale":
             self._on_stale()
         elif kind == "move_wanted":
-            self._mover.wanted(message.move_wanted.reason, attempt.worker_id)
+            self._second.wanted(message.move_wanted.reason, attempt.worker_id)
         return False
 
     def _on_admitted(self, attempt: PlacedAttempt, cached_tokens: int) -> bool:
         attempt.is_admitted = True
         self._tell_keeper(attempt)
-        if self._first_attempt:
-            return False
-        self._first_attempt, self._cached_tokens = attempt.number, cached_tokens
         self._placing.is_accepted = True
-        return True
+        return self._told.admitted(attempt.number, cached_tokens)
 
     def _tell_keeper(self, attempt: PlacedAttempt) -> None:
         if self.job.keeper is not None:
@@ -166,20 +159,10 @@ class PlacedStream:
 
     def _on_first_token(self, attempt: PlacedAttempt) -> None:
         self._placing.setbacks.progressed()
-        interruption, self._interruption = self._interruption, None
-        if interruption is not None:
-            metrics, now_s = self.placement.metrics, attempt.heard_at_s
-            interruption.over(metrics, worker_id=self.worker_id, attempt=attempt.number, now_s=now_s)
+        self._pauses.over(self.worker_id, attempt.number, attempt.heard_at_s)
 
     def _on_completed(self, attempt: PlacedAttempt, usage: Usage) -> None:
-        """Of the first attempt, where it was lost, only the sum of the cached tokens is known."""
-        actual = CachedTokens()
-        actual.CopyFrom(usage.cached)
-        if attempt.number == self._first_attempt:
-            self._cached_tokens = actual.local + actual.peer + actual.ram + actual.ssd
-        else:
-            usage.cached.CopyFrom(CachedTokens(local=self._cached_tokens))
-        self._end_attempt(OUTCOME_OK, actual, is_last=True)
+        self._end_attempt(OUTCOME_OK, self._told.complete(attempt.number, usage), is_last=True)
         self._close(OUTCOME_OK)
 
     def _on_end(self, attempt: PlacedAttempt, end: AttemptEnded) -> None:
@@ -232,7 +215,7 @@ class PlacedStream:
     def _hand_over(self, source: PlacedAttempt, reason: str, *, is_move: bool) -> None:
         """What the source has said is taken; the target is told of it, and goes on."""
         unread = list(source.inbox.unread)
-        taken = self._mover.take(unread, is_move=is_move)
+        taken = self._second.take(unread, is_move=is_move)
         if taken is None:
             return
         target, switch = taken
@@ -245,8 +228,8 @@ class PlacedStream:
             self._complete()
             return
         if switch.ready:
-            self._last_token_at_s = time.monotonic()
-        self._interrupted(source, reason, is_move=is_move)
+            self._pauses.last_token_at_s = time.monotonic()
+        self._pauses.begin(reason, source.worker_id, self._output.num_tokens, is_move=is_move)
         target.inbox.resume(switch.further)
         self._opened(target)
         if target.is_admitted:
@@ -256,28 +239,16 @@ class PlacedStream:
         self, source: PlacedAttempt, target: PlacedAttempt, unread: list[WorkerGenerateResponse]
     ) -> None:
         """Before the output; of a handoff to a worker that is prepared before the reader has had that of its source."""
-        if self._first_attempt:
+        if self._told.first_attempt:
             return
         for message in unread:
             if message.HasField("admitted"):
                 self._on_admitted(source, message.admitted.cached_tokens)
                 self._ready.append(message)
-        if target.is_admitted and not self._first_attempt:
+        if target.is_admitted and not self._told.first_attempt:
             self._on_admitted(target, target.cached_tokens)
             admitted = Admitted(worker_id=target.worker_id, cached_tokens=target.cached_tokens)
             self._ready.append(WorkerGenerateResponse(admitted=admitted))
-
-    def _interrupted(self, attempt: PlacedAttempt, reason: str, *, is_move: bool) -> None:
-        known_tokens = self._output.num_tokens
-        if not known_tokens:
-            return
-        if not is_move:
-            self.placement.metrics.moves.count_rescue(reason)
-        if self._interruption is None:
-            self._interruption = Interruption.begin(
-                reason, attempt.worker_id, self._last_token_at_s, known_tokens, is_move=is_move
-            )
-        self._interruption.is_move &= is_move
 
     def _fail(self, attempt: PlacedAttempt, reason: str) -> None:
         """Leave a broken attempt; raises when no other may be tried."""
@@ -286,7 +257,7 @@ class PlacedStream:
         self.placement.metrics.count_retry("worker_failed")
         _log.warning("worker_failed", worker_id=self.worker_id, attempt=attempt.number, reason=reason,
                      output_tokens=self._output.num_tokens)  # fmt: skip
-        if self._mover.is_preparing:
+        if self._second.is_preparing:
             self._hand_over(attempt, reason, is_move=False)
             return
         self._end_attempt(OUTCOME_WORKER_FAILED)
@@ -296,16 +267,12 @@ class PlacedStream:
             return
         if setbacks.failures >= self.placement.max_attempts:
             raise WorkerFailed(f"{setbacks.failures} workers in a row failed to answer")
-        self._interrupted(attempt, reason, is_move=False)
+        self._pauses.begin(reason, attempt.worker_id, self._output.num_tokens, is_move=False)
         self._placing.retry()
 
     def _complete(self) -> None:
         """The attempt was lost when it had told all but its end."""
-        usage = Usage(
-            prompt_tokens=self.job.prompt.num_tokens,
-            output_tokens=self._output.num_tokens,
-            cached=CachedTokens(local=self._cached_tokens),
-        )
+        usage = self._told.without_an_end(self.job.prompt.num_tokens, self._output.num_tokens)
         self._ready.append(WorkerGenerateResponse(completed=Completed(usage=usage)))
         self._close(OUTCOME_OK)
 
@@ -317,10 +284,8 @@ class PlacedStream:
         if not self._closed:
             self._closed = True
             self._end_attempt(outcome, is_last=True)
-        interruption, self._interruption = self._interruption, None
-        if interruption is not None:
-            interruption.abandon()
-        self._placing.leave(self._cached_tokens)
+        self._pauses.abandon()
+        self._placing.leave(self._told.cached_tokens)
 
     def _end_attempt(
         self, outcome: Outcome.ValueType, cached: CachedTokens | None = None, *, is_last: bool = False
@@ -328,5 +293,5 @@ class PlacedStream:
         attempt, self._open = self._open, None
         if attempt is not None:
             self.placement.pulse.discard(self)
-            self._mover.close()
+            self._second.close()
             attempt.end(outcome, cached, is_last=is_last)

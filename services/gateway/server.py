@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import structlog
@@ -107,36 +107,7 @@ class GatewayServer:
             processes=settings.text_processes,
             timeout_s=settings.prepare_timeout_s,
         )
-        for name, description, read in (
-            ("router_failovers", "Times that a Route stream was lost.", lambda: self.router.failovers),
-            ("dropped_dones", "Ends of attempts that no router was told.", lambda: self.router.dropped_dones),
-            ("text_pool_losses", "Times that the text processes were lost.", lambda: pool.losses),
-            ("grammar_losses", "Times that the grammar process was lost.", lambda: self.grammars.losses),
-            ("grammar_refusals", "Requests refused for the form of their answer.", lambda: self.grammars.refusals),
-            (
-                "silent_links",
-                "Streams to workers left for their silence.",
-                lambda: self.channels.silent_links,
-            ),
-            (
-                "late_events",
-                "What workers said of attempts that were over.",
-                lambda: self.channels.late_events,
-            ),
-        ):
-            metrics.observe_total(f"kvmesh_gateway_{name}", description, read)
-        metrics.observe_gauge(
-            "kvmesh_gateway_unserved_versions",
-            "Versions with traffic that no worker is ready for: others get their requests.",
-            lambda: len(catalog.unserved),
-        )
-        metrics.observe_gauge("kvmesh_gateway_open_attempts", "Attempts at workers in flight.", self.channels.users)
-        metrics.observe_gauge(
-            "kvmesh_gateway_open_asks", "Asks that no router has answered.", lambda: self.router.num_pending
-        )
-        metrics.observe_gauge(
-            "kvmesh_gateway_open_records", "Idempotency records being written.", lambda: self.keyed.num_open
-        )
+        self._observe(metrics, pool, catalog)
         return Core(
             keys=KeyRing(settings.keys_file),
             generations=self._generations,
@@ -151,6 +122,41 @@ class GatewayServer:
             metrics=metrics,
             default_deadline_s=settings.default_deadline_s,
         )
+
+    def _observe(self, metrics: GatewayMetrics, pool: TextPool, catalog: ModelCatalog) -> None:
+        """The figures that the parts keep themselves."""
+        router, channels, grammars = self.router, self.channels, self.grammars
+        totals: dict[str, tuple[str, Callable[[], int]]] = {
+            "kvmesh_gateway_router_failovers": ("Times that a Route stream was lost.", lambda: router.failovers),
+            "kvmesh_gateway_dropped_dones": ("Ends of attempts that no router was told.", lambda: router.dropped_dones),
+            "kvmesh_gateway_text_pool_losses": ("Times that the text processes were lost.", lambda: pool.losses),
+            "kvmesh_gateway_grammar_losses": ("Times that the grammar process was lost.", lambda: grammars.losses),
+            "kvmesh_gateway_grammar_refusals": (
+                "Requests refused for the form of their answer.",
+                lambda: grammars.refusals,
+            ),
+            "kvmesh_gateway_silent_links": (
+                "Streams to workers left for their silence.",
+                lambda: channels.silent_links,
+            ),
+            "kvmesh_gateway_late_events": (
+                "What workers said of attempts that were over.",
+                lambda: channels.late_events,
+            ),
+        }
+        gauges: dict[str, tuple[str, Callable[[], int]]] = {
+            "kvmesh_gateway_unserved_versions": (
+                "Versions with traffic that no worker is ready for: others get their requests.",
+                lambda: len(catalog.unserved),
+            ),
+            "kvmesh_gateway_open_attempts": ("Attempts at workers in flight.", channels.users),
+            "kvmesh_gateway_open_asks": ("Asks that no router has answered.", lambda: router.num_pending),
+            "kvmesh_gateway_open_records": ("Idempotency records being written.", lambda: self.keyed.num_open),
+        }
+        for name, (description, read) in totals.items():
+            metrics.observe_total(name, description, read)
+        for name, (description, read) in gauges.items():
+            metrics.observe_gauge(name, description, read)
 
     def _placement(self, settings: GatewaySettings, metrics: GatewayMetrics, line: FairLine) -> Placement:
         return Placement(

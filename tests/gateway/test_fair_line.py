@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from services.common.fair_queue import RequestClass, StarvationBound
 from services.gateway.errors import ObjectiveUnmet, Overloaded, TenantLimitExceeded
-from services.gateway.fair_line import MAX_ASKS, FairLine
+from services.gateway.fair_line import FairLine
+from services.gateway.lane import MAX_ASKS
 from services.gateway.tickets import LineLimits, Ticket, TicketState, Wanted
 from tests.support.waiting import eventually
 

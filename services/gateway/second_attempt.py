@@ -1,4 +1,4 @@
-"""Moves a stream's attempt to another worker beside its reading: asks, has a second attempt prepared, hands it over.
+"""A stream's second attempt, at another worker beside the first: asked for, prepared, and handed over.
 
 The ask is work that goes on (`Ask.resumes`), outside the line: the request has its turn already. The second attempt is
 held by its worker (`hold_s`) until it is resumed. Every attempt that was granted here is closed here, or handed over.
@@ -32,8 +32,8 @@ _log = structlog.get_logger("gateway.move")
 
 
 @dataclass(slots=True, eq=False)
-class Mover:
-    """Owner of a stream's second attempt. on_prepared: called when it may take over, with `take`."""
+class SecondAttempt:
+    """Owner of a stream's second attempt, one at a time. on_prepared: called when it may take over, with `take`."""
 
     placing: Placing
     on_prepared: Callable[[], None]
