@@ -33,7 +33,7 @@ class Speed:
     bytes_per_token: int
 
 
-# About a worker with one thread of an AMD EPYC, SmolLM2-135M; and what an accelerator is assumed to take for 8B.
+# Assumed, neither is measured: a CPU worker with one thread and SmolLM2-135M, and an accelerator with an 8B model.
 CPU = Speed(StepCosts(0.012, 0.01, 0.0011, 2e-7, 0.002, 4e-7), 700.0, 0.025, 23_040)
 ACCELERATOR = Speed(StepCosts(0.006, 0.002, 2e-5, 0.0, 5e-5, 0.0), 50_000.0, 0.008, 131_072)
 

@@ -8,7 +8,6 @@ of their prompt, once its silence has lasted.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,12 +20,14 @@ from services.router.placement import PlacementConfig
 from services.router.policies import POLICIES
 from services.router.roll_call import SUSPECT_S
 from services.router.simulator import oracle
+from services.router.simulator.events import Events
 from services.router.simulator.gateway_line import GatewayLine
 from services.router.simulator.introductions import MODEL, MODEL_DIGEST
 from services.router.simulator.job import Job
 from services.router.simulator.lower_tiers import LowerTiers, Pull, number_of
-from services.router.simulator.mesh_view import REPORT_EVERY_S, MeshView
+from services.router.simulator.mesh_view import MeshView
 from services.router.simulator.oracle import Oracle
+from services.router.simulator.reports import PeriodicReports
 from services.router.simulator.scenario import Outcome, Scenario
 from services.router.simulator.sessions import Sessions
 from services.router.simulator.trace import Trace
@@ -56,30 +57,25 @@ class Simulation:
         if self._oracle is not None:
             self._oracle.numbers = self._view.numbers()
         self._alive = [True] * scenario.num_workers
-        self._phases = [self._random.random() * REPORT_EVERY_S for _ in self.workers]
-        self._reporting = [False] * scenario.num_workers
+        self._events = Events()
+        self._reports = PeriodicReports(self._view, self.workers, self._alive, self._events, self._random)
         self._next_s = [math.inf] * scenario.num_workers
         self.outcomes = [Outcome(request, at, request.arrival_s) for at, request in enumerate(trace.requests)]
         self._sessions = Sessions(self.outcomes)
         self._arrived = 0
         self._line = GatewayLine(scenario.patience_s, place=self._place, refuse=self._refuse)
         self._line_timer = False
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = 0
-        self.now_s = 0.0
 
     def run(self) -> list[Outcome]:
         """Until every request has ended."""
         for outcome in self._sessions.first:
-            self._at(outcome.arrived_s, self._arrival_of(outcome))
-        while self._events:
-            self.now_s, _, act = heapq.heappop(self._events)
-            act()
+            self._events.at(outcome.arrived_s, self._arrival_of(outcome))
+        self._events.run()
         return self.outcomes
 
-    def _at(self, at_s: float, act: Callable[[], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._events, (at_s, self._order, act))
+    @property
+    def _now_s(self) -> float:
+        return self._events.now_s
 
     def _arrival_of(self, outcome: Outcome) -> Callable[[], None]:
         return lambda: self._arrive(outcome)
@@ -94,17 +90,17 @@ class Simulation:
             self._wait(outcome)
 
     def _wait(self, outcome: Outcome) -> None:
-        self._line.join(outcome, self.now_s)
+        self._line.join(outcome, self._now_s)
         self._start_line_timer()
 
     def _start_line_timer(self) -> None:
         if not self._line.is_empty and not self._line_timer:
             self._line_timer = True
-            self._at(self.now_s + _RETRY_S, self._on_line_timer)
+            self._events.at(self._now_s + _RETRY_S, self._on_line_timer)
 
     def _on_line_timer(self) -> None:
         self._line_timer = False
-        self._line.serve(self.now_s)
+        self._line.serve(self._now_s)
         self._start_line_timer()
 
     def _place(self, outcome: Outcome) -> bool:
@@ -113,29 +109,29 @@ class Simulation:
         ask = self._ask(outcome)
         if self._oracle is not None:
             self._tell_oracle(self._oracle, outcome.request.block_ids)
-        answer = self._view.ask(ask, self.now_s)
+        answer = self._view.ask(ask, self._now_s)
         if isinstance(answer, Refused):
             if answer.reason is RefusalReason.OVERLOADED or outcome.output_tokens:
                 return False
             self._refuse(outcome)
             return True
-        outcome.granted_s = self.now_s
+        outcome.granted_s = self._now_s
         outcome.predicted_tpot_s = answer.predicted_tpot_s
         if not outcome.predicted_ttft_s:
-            outcome.predicted_ttft_s = self.now_s - outcome.arrived_s + answer.predicted_ttft_s
+            outcome.predicted_ttft_s = self._now_s - outcome.arrived_s + answer.predicted_ttft_s
         self._send(outcome, ask.id, answer)
         return True
 
     def _tell_oracle(self, asked: Oracle, ids: tuple[BlockId, ...]) -> None:
-        asked.look(ids, self.now_s)
+        asked.look(ids, self._now_s)
         for number, worker in enumerate(self.workers):
-            self._view.report(number, worker, self.now_s)
+            self._view.report(number, worker, self._now_s)
 
     def _ask(self, outcome: Outcome) -> Ask:
         request, scenario = outcome.request, self._scenario
         ttft_s, tpot_s = 0.0, 0.0
         if scenario.tells_objectives:
-            left_s = scenario.ttft_objective_s - (self.now_s - outcome.arrived_s)
+            left_s = scenario.ttft_objective_s - (self._now_s - outcome.arrived_s)
             ttft_s, tpot_s = 0.0 if outcome.output_tokens else max(1e-3, left_s), scenario.tpot_objective_s
         return Ask(
             id=AttemptId(f"r{outcome.index}", outcome.attempts),
@@ -161,7 +157,7 @@ class Simulation:
         )
         if self._oracle is not None:
             self._oracle.in_flight[number].append(job)
-        self._at(self.now_s + self._scenario.delays.hop_s, lambda: self._reach(number, job, placement))
+        self._events.at(self._now_s + self._scenario.delays.hop_s, lambda: self._reach(number, job, placement))
 
     def _reach(self, number: int, job: Job, placement: Placement) -> None:
         """The request is at its worker, which pulls before it counts it as its own."""
@@ -170,15 +166,15 @@ class Simulation:
         outcome.worker = number
         if self._alive[number] and worker.is_stale(job, placement.local_blocks):
             self._leave_flight(number, job)
-            self._view.report(number, worker, self.now_s)
-            self._view.done(attempt, self.now_s, outcome="stale")
+            self._view.report(number, worker, self._now_s)
+            self._view.done(attempt, self._now_s, outcome="stale")
             self._wait(outcome)
         elif self._alive[number] and placement.pull_plan and self._tiers is not None:
-            pull = self._tiers.pull(placement.pull_plan, job.block_ids, self.now_s)
+            pull = self._tiers.pull(placement.pull_plan, job.block_ids, self._now_s)
             for run in placement.pull_plan:
                 if run.kind == "kvstore":
                     self._tell_node(number_of(run.location_id))
-            self._at(pull.end_s, lambda: self._pulled(number, job, placement, pull))
+            self._events.at(pull.end_s, lambda: self._pulled(number, job, placement, pull))
         else:
             self._submit(number, job)
 
@@ -192,10 +188,10 @@ class Simulation:
     def _submit(self, number: int, job: Job) -> None:
         self._leave_flight(number, job)
         if self._alive[number]:
-            self.workers[number].submit(job, self.now_s)
+            self.workers[number].submit(job, self._now_s)
             self._after(number, admitted=(str(_key(job)[1]),))
         else:
-            self._at(self.now_s + SUSPECT_S, lambda: self._rescue(job))
+            self._events.at(self._now_s + SUSPECT_S, lambda: self._rescue(job))
 
     def _leave_flight(self, number: int, job: Job) -> None:
         if self._oracle is not None:
@@ -205,28 +201,12 @@ class Simulation:
         """A worker has changed: tell the router, and come back when it changes next."""
         worker = self.workers[number]
         if admitted or ended:
-            self._view.report(number, worker, self.now_s, admitted=admitted, ended=ended)
+            self._view.report(number, worker, self._now_s, admitted=admitted, ended=ended)
         end_s = worker.end_s
         if end_s < math.inf and end_s != self._next_s[number]:
             self._next_s[number] = end_s
-            self._at(end_s, lambda: self._step(number, end_s))
-        if not self._reporting[number] and not worker.is_idle:
-            self._reporting[number] = True
-            self._report_later(number)
-
-    def _report_later(self, number: int) -> None:
-        phase_s = self._phases[number]
-        turns = math.floor((self.now_s - phase_s) / REPORT_EVERY_S + 1e-9) + 1
-        self._at(phase_s + turns * REPORT_EVERY_S, lambda: self._report(number))
-
-    def _report(self, number: int) -> None:
-        """The periodic report; an idle worker's last one says so."""
-        worker = self.workers[number]
-        self._reporting[number] = self._alive[number] and not worker.is_idle
-        if self._alive[number]:
-            self._view.report(number, worker, self.now_s)
-        if self._reporting[number]:
-            self._report_later(number)
+            self._events.at(end_s, lambda: self._step(number, end_s))
+        self._reports.ensure(number)
 
     def _step(self, number: int, end_s: float) -> None:
         worker = self.workers[number]
@@ -235,13 +215,13 @@ class Simulation:
             return
         self._next_s[number] = math.inf
         advanced = worker.advance()
-        self._view.announce(number, *worker.cache.take_changes(), self.now_s)
+        self._view.announce(number, *worker.cache.take_changes(), self._now_s)
         for job, count in advanced.computed:
             self._write_behind(number, job.block_ids[:count])
         for job in advanced.first_tokens:
             outcome, _ = _key(job)
             if outcome.first_token_s < 0:
-                outcome.first_token_s = self.now_s + self._scenario.delays.hop_s
+                outcome.first_token_s = self._now_s + self._scenario.delays.hop_s
                 outcome.cached_tokens = job.hit_blocks * worker.profile.block_tokens
         ended = tuple(str(_key(job)[1]) for job in advanced.finished)
         self._after(number, ended=ended)
@@ -250,9 +230,9 @@ class Simulation:
 
     def _write_behind(self, number: int, ids: tuple[BlockId, ...]) -> None:
         if self._tiers is not None:
-            there_s = self._tiers.write(number, ids, self.now_s)
+            there_s = self._tiers.write(number, ids, self._now_s)
             if there_s < math.inf:
-                self._at(there_s, lambda: self._written(number, ids))
+                self._events.at(there_s, lambda: self._written(number, ids))
 
     def _written(self, number: int, ids: tuple[BlockId, ...]) -> None:
         if self._tiers is not None:
@@ -261,22 +241,22 @@ class Simulation:
 
     def _tell_node(self, number: int) -> None:
         if self._tiers is not None:
-            self._view.announce_node(number, *self._tiers.stores[number].take_changes(), self.now_s)
+            self._view.announce_node(number, *self._tiers.stores[number].take_changes(), self._now_s)
 
     def _finish(self, job: Job) -> None:
         outcome, attempt = _key(job)
-        outcome.ended_s = self.now_s + self._scenario.delays.hop_s
+        outcome.ended_s = self._now_s + self._scenario.delays.hop_s
         outcome.output_tokens = outcome.request.output_tokens
         self._view.done(
             attempt,
-            self.now_s,
+            self._now_s,
             outcome="ok",
             ttft_s=max(0.0, outcome.first_token_s - outcome.granted_s),
             tpot_s=outcome.tpot_s,
             output_tokens=outcome.request.output_tokens,
         )
         self._follow(outcome)
-        self._line.serve(self.now_s)
+        self._line.serve(self._now_s)
 
     def _refuse(self, outcome: Outcome) -> None:
         outcome.refused = True
@@ -284,17 +264,17 @@ class Simulation:
 
     def _follow(self, outcome: Outcome) -> None:
         """The request has ended: its session goes on."""
-        following = self._sessions.after(outcome, self.now_s)
+        following = self._sessions.after(outcome, self._now_s)
         if following is not None:
-            self._at(following.arrived_s, self._arrival_of(following))
+            self._events.at(following.arrived_s, self._arrival_of(following))
 
     def _lose_workers(self) -> None:
         numbers = self._random.sample(range(len(self.workers)), self._scenario.lost_workers)
         self._view.lose(numbers)
         for number in numbers:
             self._alive[number] = False
-            for job in self.workers[number].lose(self.now_s):
-                self._at(self.now_s + SUSPECT_S, self._rescue_of(job))
+            for job in self.workers[number].lose(self._now_s):
+                self._events.at(self._now_s + SUSPECT_S, self._rescue_of(job))
 
     def _rescue_of(self, job: Job) -> Callable[[], None]:
         return lambda: self._rescue(job)
@@ -303,7 +283,7 @@ class Simulation:
         """The gateway has noticed that the worker is gone."""
         outcome, attempt = _key(job)
         outcome.output_tokens += job.generated
-        self._view.done(attempt, self.now_s, outcome="worker_failed")
+        self._view.done(attempt, self._now_s, outcome="worker_failed")
         if not self._line.is_empty or not self._place(outcome):
             self._wait(outcome)
 

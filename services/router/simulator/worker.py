@@ -5,22 +5,22 @@ arrival share what is left of the step's token budget, and a waiting prompt star
 by then. Steps of the same composition make one segment, which ends where the composition changes: at the last chunk
 of a prompt, the end of an answer, a shortage of blocks, or the first step after something arrived. So a worker is
 advanced once for each segment, at `end_s`, and not once for each step.
-
-The room of decoded tokens is counted for all sequences together, so blocks that are partly filled are counted once.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.common.blocks import BlockId
 from services.common.learned_speed import LearnedSpeed
 from services.router.simulator.block_cache import BlockCache
+from services.router.simulator.decoding import Decoding
 from services.router.simulator.forecast import Lookahead, Prompt
 from services.router.simulator.job import MIN_PREFILL_TOKENS, Advanced, Job, WorkerProfile, WorkerState
+from services.router.simulator.segment import Segment
 
 
 class SimWorker:
@@ -30,25 +30,21 @@ class SimWorker:
         self.profile = profile
         self.cache = BlockCache(profile.num_blocks)
         self.rates = LearnedSpeed(profile.time_model.prefill_tokens_per_s, profile.time_model.step_s(0, 1))
-        self.end_s = math.inf
         self.busy_s = 0.0
         self.prefilled_tokens = 0
         self.preemptions = 0
         self._arrivals = 0
         self._waiting: deque[Job] = deque()
         self._prefilling: dict[Job, None] = {}
-        self._decoding: dict[Job, None] = {}
-        self._finishing: list[tuple[int, int, Job]] = []
-        self._decoded_steps = 0
-        # Tokens decoded by those that decode now, and the blocks they take.
-        self._grown_tokens = 0
-        self._grown_blocks = 0
+        self._decoding = Decoding(self.cache, profile.block_tokens)
         self._waiting_tokens = 0
         self._expected: dict[Job, int] = {}
-        self._start_s = 0.0
-        self._step_s = 0.0
-        self._steps = 0
-        self._chunks: list[tuple[Job, int]] = []
+        self._segment = Segment()
+
+    @property
+    def end_s(self) -> float:
+        """When the worker is to be advanced next; infinite while it is idle."""
+        return self._segment.end_s
 
     @property
     def jobs(self) -> list[Job]:
@@ -81,10 +77,11 @@ class SimWorker:
         job.arrival = self._arrivals
         was_blocked = bool(self._waiting)
         self._wait(job)
-        if self.end_s == math.inf:
+        if not self._segment.steps:
             self._plan(now_s)
-        elif not self._chunks and not was_blocked:
-            self._cut(now_s)
+        elif not self._segment.chunks and not was_blocked:
+            # The segment ends with the step that runs now.
+            self._segment = replace(self._segment, steps=self._segment.steps_begun(now_s))
 
     def receive(self, ids: Sequence[BlockId]) -> None:
         """A pull has brought a prompt's leading blocks: they join the cache as far as there is room."""
@@ -97,23 +94,13 @@ class SimWorker:
 
     def advance(self) -> Advanced:
         """The segment is over: take its results in and begin the next."""
-        result = Advanced()
-        now_s, steps = self.end_s, self._steps
-        decoding = len(self._decoding)
-        prefilled = sum(tokens for _, tokens in self._chunks)
-        self.rates.observe(prefilled, decoding, self._step_s, steps)
-        self.busy_s += steps * self._step_s
-        self.prefilled_tokens += prefilled * steps
-        self._decoded_steps += steps
-        self._grow(decoding * steps)
-        while self._finishing and self._finishing[0][0] <= self._decoded_steps:
-            finish_at, _, job = heapq.heappop(self._finishing)
-            # What was preempted has an entry of before, too.
-            if job in self._decoding and job.finish_at == finish_at:
-                self._stop_decoding(job)
-                result.finished.append(job)
-        for job, tokens in self._chunks:
-            job.missing -= tokens * steps
+        segment, now_s = self._segment, self.end_s
+        self.rates.observe(segment.prefill_tokens, len(self._decoding), segment.step_s, segment.steps)
+        self.busy_s += segment.steps * segment.step_s
+        self.prefilled_tokens += segment.prefill_tokens * segment.steps
+        result = Advanced(finished=self._decoding.advance(segment.steps))
+        for job, tokens in segment.chunks:
+            job.missing -= tokens * segment.steps
             if self._register(job):
                 result.computed.append((job, job.shared))
             if not job.missing:
@@ -125,16 +112,15 @@ class SimWorker:
 
     def state(self, now_s: float) -> WorkerState:
         """As of now, within the present segment."""
-        done = self._steps_done(now_s)
-        computed = done * sum(tokens for _, tokens in self._chunks)
+        done = self._segment.steps_done(now_s)
+        computed = done * self._segment.prefill_tokens
         queued = sum(job.missing for job in self._prefilling) + self._waiting_tokens
-        grown = self._blocks(self._grown_tokens + done * len(self._decoding)) - self._grown_blocks
         return WorkerState(
             running=len(self._decoding) + len(self._prefilling),
             waiting=len(self._waiting),
             queued_prefill_tokens=queued - computed,
             decoding=len(self._decoding),
-            free_blocks=self.cache.available - grown,
+            free_blocks=self.cache.available - self._decoding.blocks_after(done),
         )
 
     def first_token_s(self, jobs: Sequence[Job], now_s: float) -> float:
@@ -148,12 +134,11 @@ class SimWorker:
 
     def _ahead(self, now_s: float) -> Lookahead:
         """What is here, as of the end of the step that runs now."""
-        done = 0
-        if self.end_s < math.inf:
-            done = max(1, min(self._steps, math.ceil((now_s - self._start_s) / self._step_s - 1e-9)))
-        computed = {job: tokens * done for job, tokens in self._chunks}
-        border = self._decoded_steps + done
-        begins_s = self._start_s + done * self._step_s if done else now_s
+        segment = self._segment
+        done = segment.steps_begun(now_s)
+        computed = {job: tokens * done for job, tokens in segment.chunks}
+        border = self._decoding.steps + done
+        begins_s = segment.start_s + done * segment.step_s if done else now_s
         ahead = Lookahead(self.profile, self.cache, begins_s, self.cache.available)
         for job in self._decoding:
             if job.finish_at > border:
@@ -176,22 +161,16 @@ class SimWorker:
     def lose(self, now_s: float) -> list[Job]:
         """The worker has died: its jobs, in order of arrival, with what each had drawn by now. It stays empty."""
         # What the last step draws has left nobody yet.
-        self._decoded_steps += min(self._steps_done(now_s), max(0, self._steps - 1))
+        self._decoding.steps += min(self._segment.steps_done(now_s), max(0, self._segment.steps - 1))
+        for job in self._decoding:
+            job.generated = self._decoding.drawn(job)
         jobs = sorted(self.jobs, key=lambda job: job.arrival)
-        for job in jobs:
-            if job in self._decoding:
-                job.generated = job.output_tokens - (job.finish_at - self._decoded_steps)
         self.cache = BlockCache(self.profile.num_blocks)
-        for pool in (self._waiting, self._prefilling, self._decoding, self._finishing, self._expected, self._chunks):
+        self._decoding = Decoding(self.cache, self.profile.block_tokens)
+        for pool in (self._waiting, self._prefilling, self._expected):
             pool.clear()
-        self._grown_tokens = self._grown_blocks = self._waiting_tokens = 0
-        self.end_s = math.inf
+        self._waiting_tokens, self._segment = 0, Segment()
         return jobs
-
-    def _steps_done(self, now_s: float) -> int:
-        if self.end_s == math.inf:
-            return 0
-        return min(self._steps, max(0, int((now_s - self._start_s) / self._step_s + 1e-9)))
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.profile.block_tokens)
@@ -224,33 +203,24 @@ class SimWorker:
 
     def _plan(self, now_s: float) -> None:
         """Begin the next segment."""
-        while self._decoding and self._growth_room() < len(self._decoding):
+        while self._decoding and self._decoding.room() < len(self._decoding):
             self._preempt()
         decoding, most = len(self._decoding), self.profile.step_token_budget
         budget = max(most - decoding, min(most, MIN_PREFILL_TOKENS))
-        self._chunks = self._take_chunks(budget)
-        prefill = sum(tokens for _, tokens in self._chunks)
+        chunks = self._take_chunks(budget)
+        prefill = sum(tokens for _, tokens in chunks)
         if not prefill and not decoding:
-            self.end_s = math.inf
+            self._segment = Segment()
             return
         # What has just started took blocks; the first step's growth is seen to by the reserve of `_start`.
-        steps = max(1, self._growth_room() // decoding) if decoding else math.inf
+        steps = max(1, self._decoding.room() // decoding) if decoding else math.inf
         if decoding:
-            steps = min(steps, self._next_finish() - self._decoded_steps)
+            steps = min(steps, self._decoding.next_finish())
         if prefill:
-            job, tokens = self._chunks[0]
-            alone = len(self._chunks) == 1 and tokens == budget
+            job, tokens = chunks[0]
+            alone = len(chunks) == 1 and tokens == budget
             steps = min(steps, max(1, (job.missing - 1) // tokens) if alone else 1)
-        self._begin(now_s, self.profile.time_model.step_s(prefill, decoding), int(steps))
-
-    def _begin(self, now_s: float, step_s: float, steps: int) -> None:
-        self._start_s, self._step_s, self._steps = now_s, step_s, steps
-        self.end_s = now_s + steps * step_s
-
-    def _cut(self, now_s: float) -> None:
-        """End the segment with the step that runs now."""
-        steps = math.ceil((now_s - self._start_s) / self._step_s - 1e-9)
-        self._begin(self._start_s, self._step_s, max(1, min(self._steps, steps)))
+        self._segment = Segment(now_s, self.profile.time_model.step_s(prefill, decoding), int(steps), chunks)
 
     def _take_chunks(self, budget: int) -> list[tuple[Job, int]]:
         chunks: list[tuple[Job, int]] = []
@@ -306,49 +276,19 @@ class SimWorker:
         if job.generated >= job.output_tokens:
             result.finished.append(job)
             return
-        job.finish_at = self._decoded_steps + job.output_tokens - job.generated
-        self._decoding[job] = None
-        heapq.heappush(self._finishing, (job.finish_at, job.arrival, job))
-
-    def _next_finish(self) -> int:
-        while True:
-            finish_at, _, job = self._finishing[0]
-            if job in self._decoding and job.finish_at == finish_at:
-                return finish_at
-            heapq.heappop(self._finishing)
-
-    def _stop_decoding(self, job: Job) -> None:
-        """It decodes no more; its decoded tokens are its own until it is freed."""
-        drawn = job.output_tokens - (job.finish_at - self._decoded_steps)
-        self._grow(job.generated - drawn)
-        job.generated = drawn
-        del self._decoding[job]
+        self._decoding.add(job)
 
     def _free(self, job: Job) -> None:
         self.cache.release(job.block_ids[: job.shared])
         self.cache.give_back(job.private)
         job.shared = job.private = 0
 
-    def _growth_room(self) -> int:
-        """Tokens that can be decoded before blocks run out."""
-        block_tokens = self.profile.block_tokens
-        return (self._grown_blocks + self.cache.available) * block_tokens - self._grown_tokens
-
-    def _grow(self, tokens: int) -> None:
-        self._grown_tokens += tokens
-        blocks = self._blocks(self._grown_tokens)
-        if blocks > self._grown_blocks:
-            self.cache.take(blocks - self._grown_blocks)
-        else:
-            self.cache.give_back(self._grown_blocks - blocks)
-        self._grown_blocks = blocks
-
     def _preempt(self) -> None:
         """The one that came last gives up its blocks and waits; it computes again what is not cached then."""
         self.preemptions += 1
         job = max((*self._decoding, *self._prefilling), key=lambda one: one.arrival)
         if job in self._decoding:
-            self._stop_decoding(job)
+            self._decoding.stop(job)
         else:
             del self._prefilling[job]
         self._free(job)
