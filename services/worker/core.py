@@ -147,8 +147,8 @@ class EngineCore:
             request = self.scheduler.requests.get(key)
             if request is None:
                 continue
-            if isinstance(outcome, str):
-                self.fail_request(key, "INVALID_ARGUMENT", outcome)
+            if isinstance(outcome, Refused):
+                self.fail_request(key, outcome.code, outcome.detail)
                 continue
             for sequence in request.sequences:
                 sequence.follower = outcome.follower()

@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.errors import Refused
+
 
 class CompiledGrammar(Protocol):
     """A grammar that answers can be held to."""
@@ -35,5 +37,5 @@ class GrammarSource(Protocol):
     def begin(self, key: int, grammar: str) -> None:
         """Compile the grammar of request `key`."""
 
-    def take(self) -> Sequence[tuple[int, CompiledGrammar | str]]:
+    def take(self) -> Sequence[tuple[int, CompiledGrammar | Refused]]:
         """What has become of grammars since the last call, by request; of those that cannot be followed, why."""

@@ -245,7 +245,7 @@ def test_a_tokenizer_that_cannot_be_loaded_fails_who_needs_it() -> None:
     broken = Grammars(missing, VOCAB)
     made = toy(broken)
     made.run(held(1, regex_grammar("a")), submit(2, PROMPT, 5))
-    assert list(made.failures()) == [1]
+    assert {key: failure.code for key, failure in made.failures().items()} == {1: "INTERNAL"}
     assert [usage.key for usage in made.completed()] == [2]
     broken.close()
 

@@ -20,6 +20,7 @@ import structlog
 from llguidance import LLMatcher, LLTokenizer
 
 from services.common.grammars import GrammarError, check_matcher, compile_grammar
+from services.worker.errors import Refused
 
 # Thread time that a grammar may take: so much for each token in the long run, and so much more at once. An ordinary
 # mask takes a twentieth of that.
@@ -112,7 +113,7 @@ class Grammars:
             self._begun[key] = Future()
             self._begun[key].set_result(kept)
 
-    def take(self) -> list[tuple[int, CompiledGrammar | str]]:
+    def take(self) -> list[tuple[int, CompiledGrammar | Refused]]:
         """What has become of grammars since the last call, by request; of those that cannot be followed, why."""
         done = {key: future for key, future in self._begun.items() if future.done()}
         for key in done:
@@ -143,12 +144,12 @@ class Grammars:
         return compiled
 
 
-def _outcome(future: Future[CompiledGrammar]) -> CompiledGrammar | str:
+def _outcome(future: Future[CompiledGrammar]) -> CompiledGrammar | Refused:
     try:
         return future.result()
     except GrammarError as error:
-        return f"the answer's grammar is refused: {error.detail}"
+        return Refused("INVALID_ARGUMENT", f"the answer's grammar is refused: {error.detail}")
     except Exception:
-        # The tokenizer, perhaps. Whoever asked is to hear of it; others need no grammar.
+        # The tokenizer, perhaps: another worker may do better, and here others need no grammar.
         _log.exception("a grammar could not be compiled")
-        return "this worker cannot compile grammars"
+        return Refused("INTERNAL", "this worker cannot compile grammars")
