@@ -17,6 +17,22 @@ _WORDS = ("river", "stone", "garden", "light", "window", "paper", "music", "wint
 _PROMPT_WORDS = 48
 # Of a text, where its stop string is taken from, and how long that is.
 _STOP_SHARE, _STOP_CHARACTERS = 0.6, 12
+_SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "story",
+        "schema": {
+            "type": "object",
+            "properties": {
+                "title": {"type": "string", "maxLength": 40},
+                "words": {"type": "array", "items": {"enum": list(_WORDS)}, "minItems": 4, "maxItems": 12},
+                "length": {"type": "integer", "minimum": 0, "maximum": 9999},
+            },
+            "required": ["title", "words", "length"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,8 @@ KINDS: tuple[Kind, ...] = (
     Kind("unary chat", CHAT, {"temperature": 1, "logprobs": True, "top_logprobs": 2}, streams=False),
     Kind("keyed", fields={"temperature": 1}, is_keyed=True),
     Kind("keyed unary", CHAT, {"temperature": 1, "n": 2}, streams=False, is_keyed=True),
+    # Ends by itself, at the latest with the last field.
+    Kind("schema", CHAT, {"temperature": 1, "n": 2, "ignore_eos": False, "response_format": _SCHEMA}),
 )
 
 

@@ -92,19 +92,26 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     rates = Rates(speed.prefill_tokens_per_s, speed.decode_step_s)
     # The runner's thread keeps its own number. For a draw a second thread costs more than it saves on a busy machine.
     torch.set_num_threads(1)
+    # Before anything is served: it takes the interpreter for so long that streams would be thought lost.
+    tokenizer = _grammar_tokenizer(config, spec.vocab_size)
     # What is loaded stays. Looking through it, as a full collection would, holds every stream up for 0.1 s.
     gc.collect()
     gc.freeze()
     front.send(_ready(opened, limits, speed))
     links = LinkRates(spec.layout.block_bytes, config.pull_half_life_s)
-    grammars = Grammars(lambda: _grammar_tokenizer(config, spec.vocab_size), spec.vocab_size)
+    grammars = Grammars(tokenizer, spec.vocab_size)
     core = EngineCore(limits, spec.num_blocks, block_key, rates, links, grammars)
     return EngineLoop(core, Sampled(runner), front, mover, transfers=opened.transfers)
 
 
-def _grammar_tokenizer(config: EngineConfig, vocab_size: int) -> LLTokenizer:
-    loaded = load_tokenizer(ModelSource("", Path(config.model_path)))
-    return grammar_tokenizer(loaded.tokenizer, loaded.eos_token_ids, vocab_size)
+def _grammar_tokenizer(config: EngineConfig, vocab_size: int) -> LLTokenizer | None:
+    """None where the model has none: everything but grammars goes without it."""
+    try:
+        loaded = load_tokenizer(ModelSource("", Path(config.model_path)))
+        return grammar_tokenizer(loaded.tokenizer, loaded.eos_token_ids, vocab_size)
+    except Exception as error:
+        _log.warning("no tokenizer for grammars", error=type(error).__name__, detail=str(error))
+        return None
 
 
 def _ready(opened: OpenReplica, limits: CoreLimits, speed: Benchmark) -> EngineReady:

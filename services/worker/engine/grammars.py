@@ -87,12 +87,12 @@ class CompiledGrammar:
 
 
 class Grammars:
-    """A GrammarSource (following.py): one thread, which loads the tokenizer for the first grammar."""
+    """A GrammarSource (following.py) with one thread."""
 
-    def __init__(self, load_tokenizer: Callable[[], LLTokenizer], vocab_size: int) -> None:
-        self._load_tokenizer = load_tokenizer
+    def __init__(self, tokenizer: LLTokenizer | None, vocab_size: int) -> None:
+        """tokenizer: None where the model has none that grammars can be compiled for."""
+        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._tokenizer: LLTokenizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
         # Of _kept: the loop's thread looks, the other one adds.
@@ -135,7 +135,7 @@ class Grammars:
         if kept is not None:
             return kept
         if self._tokenizer is None:
-            self._tokenizer = self._load_tokenizer()
+            raise RuntimeError("this worker has no tokenizer that grammars can be compiled for")
         compiled = CompiledGrammar(compile_grammar(self._tokenizer, grammar), self._vocab_size)
         with self._lock:
             self._kept[grammar] = compiled
@@ -150,6 +150,6 @@ def _outcome(future: Future[CompiledGrammar]) -> CompiledGrammar | Refused:
     except GrammarError as error:
         return Refused("INVALID_ARGUMENT", f"the answer's grammar is refused: {error.detail}")
     except Exception:
-        # The tokenizer, perhaps: another worker may do better, and here others need no grammar.
+        # No tokenizer, perhaps: another worker may do better, and here others need no grammar.
         _log.exception("a grammar could not be compiled")
         return Refused("INTERNAL", "this worker cannot compile grammars")
