@@ -70,7 +70,7 @@ def text_of(tokens: list[int]) -> str:
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(tokenizer, VOCAB)
+    made = Grammars(tokenizer(), VOCAB)
     yield made
     made.close()
 
@@ -238,11 +238,8 @@ def test_an_abort_while_a_grammar_is_compiled_leaves_nothing(grammars: Grammars)
     assert not any(isinstance(message, RequestFailed | StepOutput) for message in made.core.to_front)
 
 
-def test_a_tokenizer_that_cannot_be_loaded_fails_who_needs_it() -> None:
-    def missing() -> LLTokenizer:
-        raise OSError("no such file")
-
-    broken = Grammars(missing, VOCAB)
+def test_a_model_without_a_tokenizer_fails_who_needs_it() -> None:
+    broken = Grammars(None, VOCAB)
     made = toy(broken)
     made.run(held(1, regex_grammar("a")), submit(2, PROMPT, 5))
     assert {key: failure.code for key, failure in made.failures().items()} == {1: "INTERNAL"}
