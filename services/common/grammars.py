@@ -44,6 +44,15 @@ def json_schema_grammar(schema: Mapping[str, Any], white_space: str | None = Non
 
     Keywords that are not supported are errors when the grammar is compiled, not left out.
     """
+    return _serialised(json_schema=_with_options(schema, white_space))
+
+
+def inline_schema(schema: Mapping[str, Any]) -> str:
+    """A JSON document of `schema` as a part of a rule in `lark_grammar`."""
+    return f"%json {json.dumps(_with_options(schema, None), separators=(',', ':'), ensure_ascii=False)}"
+
+
+def _with_options(schema: Mapping[str, Any], white_space: str | None) -> dict[str, Any]:
     options = {
         "item_separator": ",",
         "key_separator": ":",
@@ -51,7 +60,7 @@ def json_schema_grammar(schema: Mapping[str, Any], white_space: str | None = Non
         "coerce_one_of": False,
         "lenient": False,
     }
-    return _serialised(json_schema={**schema, "x-guidance": options})
+    return {**schema, "x-guidance": options}
 
 
 def regex_grammar(regex: str) -> str:

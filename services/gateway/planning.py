@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
@@ -64,7 +66,10 @@ def make_plan(
         ),
     )
     field = "messages" if request.chat is not None else "prompt"
-    tokens = [_tokens(prompt, text, view, field) for prompt in _prompts(request)]
+    if request.chat is not None:
+        tokens = [_chat_tokens(request.chat, request.tools, text, view)]
+    else:
+        tokens = [_tokens(prompt, text, view) for prompt in request.prompts]
     budgets = [_output_budget(len(ids), request.max_tokens, view, field) for ids in tokens]
     eos = () if request.ignore_eos else text.eos_token_ids
     return Plan(
@@ -104,20 +109,21 @@ def _prompt_plan(ids: list[int], block_ids: bytes, max_tokens: int, echo: str) -
     return PromptPlan(message=message, num_tokens=len(ids), block_ids=block_ids, max_tokens=max_tokens, echo=echo)
 
 
-def _prompts(request: GenerationRequest) -> list[str | list[int] | list[dict[str, str]]]:
-    return [request.chat] if request.chat is not None else list(request.prompts)
+def _chat_tokens(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], text: TextModel, view: ModelView
+) -> list[int]:
+    _refuse_hopeless("".join(message["content"] for message in messages), text, view, "messages")
+    return _some(text.encode_chat(messages, tools), "messages")
 
 
-def _tokens(prompt: str | list[int] | list[dict[str, str]], text: TextModel, view: ModelView, field: str) -> list[int]:
+def _tokens(prompt: str | list[int], text: TextModel, view: ModelView) -> list[int]:
     if isinstance(prompt, str):
-        _refuse_hopeless(prompt, text, view, field)
-        ids = text.encode_text(prompt)
-    elif isinstance(prompt[0], dict):
-        messages: list[dict[str, str]] = prompt
-        _refuse_hopeless("".join(message["content"] for message in messages), text, view, field)
-        ids = text.encode_chat(messages)
-    else:
-        ids = prompt
+        _refuse_hopeless(prompt, text, view, "prompt")
+        return _some(text.encode_text(prompt), "prompt")
+    return _some(prompt, "prompt")
+
+
+def _some(ids: list[int], field: str) -> list[int]:
     if not ids:
         raise InvalidRequest("the prompt has no tokens", field)
     return ids

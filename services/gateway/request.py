@@ -6,6 +6,7 @@ Both APIs translate into a GenerationRequest; `planning` turns it into a Plan (t
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 from kvmesh.v1.common_pb2 import PriorityClass
@@ -42,21 +43,25 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
-    """What an answer has to match. field: of the request, for messages."""
+    """What an answer has to match. field: of the request, for messages. parts: one of them tells what is wrong."""
 
     grammar: str
     field: str
+    parts: tuple[AnswerForm, ...] = ()
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One client request. Either `chat` (one prompt) or `prompts`, each a text or token ids.
 
     ttft_s, tpot_s: its objectives, 0 for none of its own. form: of every answer; its grammar is not in `sampling` yet.
+    A message has the texts role and content, and may have name, tool_call_id and tool_calls, the latter as OpenAI's
+    API has them. tools: what the model is told of them, in that API's form too.
     """
 
     model: str
     prompts: list[str | list[int]] = []
-    chat: list[dict[str, str]] | None = None
+    chat: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] = []
     sampling: Sampling = Sampling()
     num_choices: int = 1
     max_tokens: int | None = None

@@ -66,7 +66,8 @@ CASES: list[tuple[str, bytes, int, str | None]] = [
     ("stop empty", chat(stop=""), 400, "stop"),
     ("stop a number", chat(stop=3), 400, "stop"),
     ("stream text", chat(stream="yes"), 400, "stream"),
-    ("tools", chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
+    ("tool name", chat(tools=[{"type": "function", "function": {"name": "a b"}}]), 400, "tools[0].function.name"),
+    ("functions", chat(functions=[{"name": "f"}]), 400, "functions"),
     ("response_format", chat(response_format={"type": "yaml"}), 400, "response_format.type"),
     ("deep json", b'{"model":' + b"[" * 100_000, 400, None),
 ]

@@ -96,10 +96,7 @@ def test_values_out_of_range(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("functions", [{}]),
-        ("parallel_tool_calls", False),
         ("audio", {}),
         ("modalities", ["audio"]),
         ("prediction", {}),

@@ -238,7 +238,7 @@ async def test_models(mesh: Mesh) -> None:
         ({"max_tokens": 0}, None, "max_tokens"),
         ({"max_tokens": -1}, None, "max_tokens"),
         ({"messages": []}, None, "messages"),
-        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"tools": [{"type": "custom"}]}, "unsupported_parameter", "tools[0].type"),
     ],
 )
 async def test_bad_requests(mesh: Mesh, fields: dict[str, Any], code: str | None, param: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from kvmesh.v1.inference_pb2 import AnswerForm as AnswerFormMessage
@@ -156,7 +157,7 @@ def _form(form: AnswerFormMessage) -> AnswerForm:
     raise InvalidRequest("form: one of its kinds must be given", "form")
 
 
-def _chat(chat: ChatMessages) -> list[dict[str, str]]:
+def _chat(chat: ChatMessages) -> list[dict[str, Any]]:
     return [
         {"role": message.role, "content": message.content, **({"name": message.name} if message.name else {})}
         for message in chat.messages
@@ -203,7 +204,7 @@ def _detokenize(encoded: bytes) -> bytes:
     return DetokenizeResponse(text=text).SerializeToString()
 
 
-def _tokenize(model: str, text: str, chat: list[dict[str, str]] | None) -> bytes:
+def _tokenize(model: str, text: str, chat: list[dict[str, Any]] | None) -> bytes:
     """Runs in a helper process; the serialized TokenizeResponse."""
     known = helper().texts[model]
     ids = known.encode_chat(chat) if chat is not None else known.encode_text(text)

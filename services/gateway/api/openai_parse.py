@@ -15,12 +15,15 @@ from services.gateway.api.openai_schema import (
     CommonBody,
     CompletionBody,
 )
+from services.gateway.api.openai_tools import message_calls, told_tools, tool_use
 from services.gateway.errors import InvalidRequest, UnsupportedParameter
-from services.gateway.request import MAX_LOGPROBS, GenerationRequest, Sampling
+from services.gateway.request import MAX_LOGPROBS, AnswerForm, GenerationRequest, Sampling
+from services.gateway.tools.tool_use import ToolUse, tool_form
 
 B = TypeVar("B", bound=CommonBody)
 CHAT, COMPLETIONS = "chat", "completions"
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 _PRIORITIES = {"interactive": 1, "standard": 2, "batch": 3}
 # The other tiers leave the class to the tenant's default.
 _TIERS = {"priority": "interactive", "flex": "batch"}
@@ -31,13 +34,14 @@ _decoders: dict[type[CommonBody], msgspec.json.Decoder[Any]] = {
 
 
 class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answer is to be written. logprobs None: none."""
+    """How the answer is to be written. logprobs None: none. has_calls: it may call tools."""
 
     endpoint: str
     stream: bool
     include_usage: bool
     logprobs: int | None
     end_user: str
+    has_calls: bool = False
 
 
 def parse_openai(endpoint: str, body: bytes) -> tuple[GenerationRequest, ReplyFormat]:
@@ -64,7 +68,8 @@ def _decode(body: bytes, kind: type[B], neutral: dict[str, tuple[Any, ...]]) -> 
     for name, allowed in neutral.items():
         value = getattr(parsed, name)
         if value is not None and not any(type(value) is type(other) and value == other for other in allowed):
-            raise UnsupportedParameter(f"{name} is not supported", name)
+            instead = f"; {_REPLACED[name]} takes its place" if name in _REPLACED else ""
+            raise UnsupportedParameter(f"{name} is not supported{instead}", name)
     if parsed.stream_options is not None:
         if not parsed.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
@@ -82,11 +87,22 @@ def _chat(body: ChatBody) -> tuple[GenerationRequest, ReplyFormat]:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         _check_logprobs("top_logprobs", body.top_logprobs)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    use = tool_use(body)
     request = GenerationRequest(
         chat=[_message(message, i) for i, message in enumerate(body.messages)],
-        **_common(body, max_tokens, logprobs),
+        tools=told_tools(body.tools or []) if use is not None else [],
+        **_common(body, max_tokens, logprobs, _chat_form(body, use)),
     )
-    return request, _format(CHAT, body, logprobs)
+    return request, _format(CHAT, body, logprobs, has_calls=use is not None)
+
+
+def _chat_form(body: ChatBody, use: ToolUse | None) -> AnswerForm | None:
+    form = answer_form(body)
+    if use is None:
+        return form
+    if form is not None:
+        raise InvalidRequest(f"{form.field} cannot go with tools unless tool_choice is none", form.field)
+    return tool_form(use)
 
 
 def _completion(body: CompletionBody) -> tuple[GenerationRequest, ReplyFormat]:
@@ -97,12 +113,14 @@ def _completion(body: CompletionBody) -> tuple[GenerationRequest, ReplyFormat]:
         if body.echo:
             raise UnsupportedParameter("echo together with logprobs is not supported", "echo")
     request = GenerationRequest(
-        prompts=_prompts(body.prompt), echo=bool(body.echo), **_common(body, body.max_tokens, body.logprobs)
+        prompts=_prompts(body.prompt),
+        echo=bool(body.echo),
+        **_common(body, body.max_tokens, body.logprobs, answer_form(body)),
     )
     return request, _format(COMPLETIONS, body, body.logprobs)
 
 
-def _common(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+def _common(body: CommonBody, max_tokens: int | None, logprobs: int | None, form: AnswerForm | None) -> dict[str, Any]:
     given = {
         name: getattr(body, name)
         for name in Sampling.__struct_fields__
@@ -122,7 +140,7 @@ def _common(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> d
         "priority": _priority(body),
         "ttft_s": (body.kvmesh.ttft_s if body.kvmesh is not None else None) or 0.0,
         "tpot_s": (body.kvmesh.tpot_s if body.kvmesh is not None else None) or 0.0,
-        "form": answer_form(body),
+        "form": form,
     }
 
 
@@ -139,7 +157,7 @@ def _priority(body: CommonBody) -> int:
     return _PRIORITIES[next(iter(wanted.values()))] if wanted else 0
 
 
-def _format(endpoint: str, body: CommonBody, logprobs: int | None) -> ReplyFormat:
+def _format(endpoint: str, body: CommonBody, logprobs: int | None, *, has_calls: bool = False) -> ReplyFormat:
     options = body.stream_options
     return ReplyFormat(
         endpoint=endpoint,
@@ -147,19 +165,20 @@ def _format(endpoint: str, body: CommonBody, logprobs: int | None) -> ReplyForma
         include_usage=bool(options is not None and options.include_usage),
         logprobs=logprobs,
         end_user=body.safety_identifier or body.user or "",
+        has_calls=has_calls,
     )
 
 
-def _message(message: ChatMessageBody, index: int) -> dict[str, str]:
+def _message(message: ChatMessageBody, index: int) -> dict[str, Any]:
     where = f"messages[{index}]"
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal"):
-        if getattr(message, name) not in (None, []):
+    for name in ("function_call", "audio", "refusal"):
+        if getattr(message, name) is not None:
             raise UnsupportedParameter(f"{name} in a message is not supported", f"{where}.{name}")
-    if message.role in ("tool", "function"):
-        raise UnsupportedParameter(f"role {message.role!r} is not supported", f"{where}.role")
+    if message.role == "function":
+        raise UnsupportedParameter("role 'function' is not supported; tool takes its place", f"{where}.role")
     if message.role not in _ROLES:
-        raise InvalidRequest("role must be one of system, developer, user, assistant", f"{where}.role")
-    rendered = {"role": _ROLES[message.role], "content": _content(message, where)}
+        raise InvalidRequest("role must be one of system, developer, user, assistant, tool", f"{where}.role")
+    rendered = {"role": _ROLES[message.role], "content": _content(message, where), **message_calls(message, where)}
     if message.name is not None:
         rendered["name"] = message.name
     return rendered
@@ -169,6 +188,8 @@ def _content(message: ChatMessageBody, where: str) -> str:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:
+        if message.tool_calls:
+            return ""
         raise InvalidRequest("content must be a string or a list of text parts", f"{where}.content")
     for i, part in enumerate(message.content):
         if part.type != "text":

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from kvmesh.v1.common_pb2 import PositionLogprobs, Usage
 
+from services.gateway.api.openai_calls import ChoiceCalls, message_fields
 from services.gateway.api.openai_logprobs import chat_logprobs, completion_logprobs
 from services.gateway.api.openai_parse import CHAT, ReplyFormat
 from services.gateway.errors import GatewayError, openai_body
@@ -41,7 +42,10 @@ def error_event(error: GatewayError) -> bytes:
 
 
 class Reply:
-    """What every object of one answer shares, and the position of each choice's next token in its text."""
+    """What every object of one answer shares, and what is known of each choice: where its text has come to, its calls.
+
+    calls: None where tools cannot be called.
+    """
 
     def __init__(
         self, plan: Plan, reply: ReplyFormat, vocabulary: Vocabulary, *, request_id: str, created_s: int
@@ -51,6 +55,9 @@ class Reply:
         self.echoes = [prompt.echo for prompt in plan.prompts for _ in range(plan.num_choices)]
         self._vocabulary = vocabulary
         self._offsets = [0] * len(self.echoes)
+        self.calls: list[ChoiceCalls] | None = None
+        if reply.has_calls:
+            self.calls = [ChoiceCalls(request_id, choice) for choice in range(len(self.echoes))]
         self._identity = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{request_id}",
             "created": created_s,
@@ -96,13 +103,18 @@ class StreamRenderer:
         """Sent when a worker has admitted the request: roles of a chat, echoes of a completion, or a comment."""
         reply = self._reply
         if reply.is_chat:
-            body = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null' + self._end
+            content = b"null" if reply.calls is not None else b'""'
+            body = (
+                b'"delta":{"role":"assistant","content":%s},"logprobs":null,"finish_reason":null' % content + self._end
+            )
             return b"".join(start + body for start in self._starts)
         echoed = [self._prefixes[i] + encode(echo) + self._suffix for i, echo in enumerate(reply.echoes) if echo]
         return b"".join(echoed) or COMMENT
 
     def delta(self, delta: Delta) -> bytes:
-        """Event of new output; empty while there is nothing to show."""
+        """Events of new output; empty while there is nothing to show."""
+        if self._reply.calls is not None:
+            return self._calls(delta, self._reply.calls[delta.index].push(delta.text))
         if not self._has_logprobs:
             return self._prefixes[delta.index] + encode(delta.text) + self._suffix if delta.text else b""
         logprobs = self._reply.logprobs(delta)
@@ -114,10 +126,28 @@ class StreamRenderer:
         )  # fmt: skip
 
     def finish(self, finish: Finish) -> bytes:
-        """Event of a choice's end."""
+        """Events of a choice's end."""
         empty = b'"delta":{}' if self._reply.is_chat else b'"text":""'
-        reason = b',"logprobs":null,"finish_reason":"%s"' % finish.reason.encode()
-        return self._starts[finish.index] + empty + reason + self._end
+        held, reason = b"", finish.reason
+        if self._reply.calls is not None:
+            calls = self._reply.calls[finish.index]
+            held = b"".join(self._event(finish.index, change, None) for change in calls.finish())
+            reason = calls.finish_reason(reason)
+        end = b',"logprobs":null,"finish_reason":"%s"' % reason.encode()
+        return held + self._starts[finish.index] + empty + end + self._end
+
+    def _calls(self, delta: Delta, changes: list[dict[str, Any]]) -> bytes:
+        """Events of text and calls. The first has the log probabilities, whatever of the tokens' text it shows."""
+        logprobs = self._reply.logprobs(delta)
+        if not changes:
+            return b"" if logprobs is None else self._event(delta.index, {}, logprobs)
+        first, *others = changes
+        events = [self._event(delta.index, first, logprobs)]
+        return b"".join(events + [self._event(delta.index, change, None) for change in others])
+
+    def _event(self, choice: int, change: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
+        body = b'"delta":%s,"logprobs":%s,"finish_reason":null' % (encode(change), encode(logprobs))
+        return self._starts[choice] + body + self._end
 
     def ending(self, usage: Usage) -> bytes:
         """Usage where asked for, and the end mark."""
@@ -135,10 +165,14 @@ class WholeRenderer:
         self._texts: list[list[str]] = [[echo] for echo in reply.echoes]
         self._logprobs: list[dict[str, list[Any]]] = [{} for _ in reply.echoes]
         self._reasons = [""] * len(reply.echoes)
+        self._changes: list[list[dict[str, Any]]] = [[] for _ in reply.echoes]
 
     def delta(self, delta: Delta) -> None:
         """Take new output."""
-        self._texts[delta.index].append(delta.text)
+        if self._reply.calls is not None:
+            self._changes[delta.index] += self._reply.calls[delta.index].push(delta.text)
+        else:
+            self._texts[delta.index].append(delta.text)
         for name, values in (self._reply.logprobs(delta) or {}).items():
             if values is not None:
                 self._logprobs[delta.index].setdefault(name, []).extend(values)
@@ -146,6 +180,10 @@ class WholeRenderer:
     def finish(self, finish: Finish) -> None:
         """Take a choice's end."""
         self._reasons[finish.index] = finish.reason
+        if self._reply.calls is not None:
+            calls = self._reply.calls[finish.index]
+            self._changes[finish.index] += calls.finish()
+            self._reasons[finish.index] = calls.finish_reason(finish.reason)
 
     def body(self, usage: Usage) -> bytes:
         """The whole object."""
@@ -157,7 +195,9 @@ class WholeRenderer:
         choice: dict[str, Any] = {"index": index, "finish_reason": self._reasons[index], "logprobs": None}
         if self._reply.format.logprobs is not None:
             choice["logprobs"] = self._logprobs[index] or self._reply.logprobs(Delta(index, "", ()))
-        if self._reply.is_chat:
+        if self._reply.calls is not None:
+            choice["message"] = {"role": "assistant", "refusal": None, **message_fields(self._changes[index])}
+        elif self._reply.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text

@@ -18,17 +18,61 @@ class TextPart(msgspec.Struct):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct):
+    """What an earlier answer has called. arguments: JSON, unless that answer was cut."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(msgspec.Struct):
+    """A call of an earlier answer."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessageBody(msgspec.Struct):
-    """One message. tool_calls and the like are known so that they can be refused."""
+    """One message. function_call and the like are known so that they can be refused."""
 
     role: str
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
     refusal: Any = None
+
+
+class FunctionBody(msgspec.Struct):
+    """A function that may be called. Whether strict or not, arguments keep to its parameters."""
+
+    name: str
+    description: str | None = None
+    parameters: Any = None
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct):
+    """A tool; functions are the only kind that is served."""
+
+    type: str
+    function: FunctionBody | None = None
+
+
+class FunctionName(msgspec.Struct):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """The tool that has to be called."""
+
+    type: str
+    function: FunctionName | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -126,12 +170,12 @@ class ChatBody(CommonBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     # Known and not implemented.
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    parallel_tool_calls: Any = None
     audio: Any = None
     modalities: Any = None
     prediction: Any = None
@@ -162,11 +206,8 @@ COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **COMMON_NEUTRAL,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True,),
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),

@@ -57,6 +57,8 @@ class GrammarChecker:
         if verdict is None:
             verdict = await self._verdict(digest, asked)
         if verdict:
+            for part in form.parts:
+                await self.check(part, model, vocab_size)
             self.refusals += 1
             raise InvalidRequest(f"{form.field}: {verdict}", form.field)
 

@@ -1,8 +1,8 @@
 """The model's own chat template, in jinja2's sandbox, safe against control tokens typed by a user.
 
 A special token that occurs inside a message must not become a control token. Before rendering, every special token's
-text in roles, names and contents gets a guard character after its first one; what then looks like a special token in
-the rendered text is the template's own. `Rendered.pieces` gives those apart from plain text, guards removed.
+text in messages and tools gets a guard character after its first one; what then looks like a special token in the
+rendered text is the template's own. `Rendered.pieces` gives those apart from plain text, guards removed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.settings import ConfigurationError
 from services.gateway.errors import InvalidRequest
+from services.gateway.text.tool_prompt import as_text, knows_tools, with_objects
 
 _GUARDS = range(0x10F000, 0x10FFFE)
 _MAX_GROWTH = 8
@@ -68,22 +69,34 @@ class ChatTemplate:
         """variables: what templates expect beside the messages, such as bos_token. Raises ConfigurationError."""
         try:
             self._template = _environment().from_string(source)
+            self._knows_tools = knows_tools(source, _environment())
         except jinja2.TemplateError as error:
             raise ConfigurationError(f"chat template: {error}") from None
         self._variables = dict(variables)
         longest_first = sorted((token for token in special_tokens if token), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> Rendered:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
         """The chat up to where the assistant's answer begins. Raises InvalidRequest when the template refuses it."""
-        guard = _unused_character(messages)
-        guarded = [{key: self._guarded(value, guard) for key, value in message.items()} for message in messages]
-        size = sum(len(value) for message in guarded for value in message.values())
+        try:
+            given = with_objects(messages) if self._knows_tools else as_text(messages, tools)
+            guard = _unused_character([given, tools])
+            return self._render(self._guarded(given, guard), self._guarded(tools, guard), guard)
+        except RecursionError:
+            raise InvalidRequest("the messages or the tools are nested too deeply", "messages") from None
+
+    def _render(self, messages: list[Any], tools: list[Any], guard: str) -> Rendered:
+        """Both with their special tokens guarded."""
+        size = sum(map(len, _strings([messages, tools])))
         limit = _MAX_GROWTH * size + _MAX_SLACK_CHARACTERS
         parts: list[str] = []
         try:
             for part in self._template.generate(
-                messages=guarded, add_generation_prompt=True, tools=None, documents=None, **self._variables
+                messages=messages,
+                add_generation_prompt=True,
+                tools=(tools or None) if self._knows_tools else None,
+                documents=None,
+                **self._variables,
             ):
                 parts.append(part)
                 limit -= len(part)
@@ -97,18 +110,37 @@ class ChatTemplate:
             ) from None
         return Rendered("".join(parts), guard, self._special)
 
-    def _guarded(self, text: str, guard: str) -> str:
+    def _guarded(self, value: Any, guard: str) -> Any:
+        """A value with the guard in every special token of its texts."""
         if self._special is None:
-            return text
-        return self._special.sub(lambda match: match[0][0] + guard + match[0][1:], text)
+            return value
+        if isinstance(value, str):
+            return self._special.sub(lambda match: match[0][0] + guard + match[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self._guarded(key, guard): self._guarded(item, guard) for key, item in value.items()}
+        if isinstance(value, Sequence):
+            return [self._guarded(item, guard) for item in value]
+        return value
 
 
-def _unused_character(messages: Sequence[Mapping[str, str]]) -> str:
-    texts = [value for message in messages for value in message.values()]
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a value, the names of its fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
+
+
+def _unused_character(value: Any) -> str:
     first = chr(_GUARDS[0])
-    if not any(first in text for text in texts):
+    if not any(first in text for text in _strings(value)):
         return first
-    used = set().union(*texts)
+    used: set[str] = set().union(*_strings(value))
     for number in _GUARDS:
         if chr(number) not in used:
             return chr(number)

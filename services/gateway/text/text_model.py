@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -34,14 +36,14 @@ class TextModel:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=True).ids
         return ids
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Tokens of a templated chat. Only the template's own special tokens count. Raises InvalidRequest."""
         if self.chat_template is None:
             raise InvalidRequest(f"the model {self.name} has no chat template; use completions", "messages")
         token_ids: list[int] = []
         self.tokenizer.encode_special_tokens = True
         try:
-            for piece, is_special in self.chat_template.render(messages).pieces():
+            for piece, is_special in self.chat_template.render(messages, tools).pieces():
                 if is_special:
                     token_id = self.tokenizer.token_to_id(piece)
                     assert token_id is not None

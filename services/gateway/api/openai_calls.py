@@ -1,0 +1,65 @@
+"""Text and calls of a chat's choice in the OpenAI API's two forms, by one parser: deltas of a stream, and a message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+from services.gateway.output import STOP
+from services.gateway.tools.call_parser import Arguments, CallBegin, CallParser, Piece, Text
+
+TOOL_CALLS = "tool_calls"
+_ID_BYTES = 12
+
+
+class ChoiceCalls:
+    """State of one choice. answer_id: a repeated request has the same, and so the same ids of calls."""
+
+    def __init__(self, answer_id: str, choice: int) -> None:
+        self._parser = CallParser()
+        self._seed = f"{answer_id}/{choice}"
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """Deltas of new text; none while it may be a part of something."""
+        return self._deltas(self._parser.push(text))
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Deltas of what was held back, when the answer has ended."""
+        return self._deltas(self._parser.finish())
+
+    def finish_reason(self, reason: str) -> str:
+        """That of an answer which ended by itself is its calls, unless the last was cut by a stop string."""
+        return TOOL_CALLS if reason == STOP and self._parser.all_complete else reason
+
+    def _deltas(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        return [self._delta(piece) for piece in pieces]
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        match piece:
+            case Text(text):
+                return {"content": text}
+            case CallBegin(index, name):
+                function = {"name": name, "arguments": ""}
+                return {TOOL_CALLS: [{"index": index, **_call(self._id(index), function)}]}
+            case Arguments(index, text):
+                return {TOOL_CALLS: [{"index": index, "function": {"arguments": text}}]}
+
+    def _id(self, index: int) -> str:
+        return f"call_{blake2b(f'{self._seed}/{index}'.encode(), digest_size=_ID_BYTES).hexdigest()}"
+
+
+def message_fields(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a message that consists of these deltas: content, null where it has none, and its calls."""
+    text = "".join(delta.get("content", "") for delta in deltas)
+    calls: list[dict[str, Any]] = []
+    for part in (part for delta in deltas for part in delta.get(TOOL_CALLS, ())):
+        if "id" in part:
+            calls.append(_call(part["id"], dict(part["function"])))
+        else:
+            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    return {"content": text or (None if calls else ""), **({TOOL_CALLS: calls} if calls else {})}
+
+
+def _call(call_id: str, function: dict[str, str]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": function}
