@@ -19,20 +19,23 @@ class ChoiceCalls:
     def __init__(self, answer_id: str, choice: int) -> None:
         self._parser = CallParser()
         self._seed = f"{answer_id}/{choice}"
+        self._is_empty = True
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """Deltas of new text; none while it may be a part of something."""
         return self._deltas(self._parser.push(text))
 
     def finish(self) -> list[dict[str, Any]]:
-        """Deltas of what was held back, when the answer has ended."""
-        return self._deltas(self._parser.finish())
+        """Deltas of what was held back, when the answer has ended; of an empty answer, its empty text."""
+        deltas = self._deltas(self._parser.finish())
+        return [{"content": ""}] if self._is_empty else deltas
 
     def finish_reason(self, reason: str) -> str:
         """That of an answer which ended by itself is its calls, unless the last was cut by a stop string."""
         return TOOL_CALLS if reason == STOP and self._parser.all_complete else reason
 
     def _deltas(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        self._is_empty = self._is_empty and not pieces
         return [self._delta(piece) for piece in pieces]
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
@@ -51,14 +54,14 @@ class ChoiceCalls:
 
 def message_fields(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The fields of a message that consists of these deltas: content, null where it has none, and its calls."""
-    text = "".join(delta.get("content", "") for delta in deltas)
+    texts = [delta["content"] for delta in deltas if "content" in delta]
     calls: list[dict[str, Any]] = []
     for part in (part for delta in deltas for part in delta.get(TOOL_CALLS, ())):
         if "id" in part:
             calls.append(_call(part["id"], dict(part["function"])))
         else:
             calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    return {"content": text or (None if calls else ""), **({TOOL_CALLS: calls} if calls else {})}
+    return {"content": "".join(texts) if texts else None, **({TOOL_CALLS: calls} if calls else {})}
 
 
 def _call(call_id: str, function: dict[str, str]) -> dict[str, Any]:
