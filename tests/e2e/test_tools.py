@@ -56,20 +56,29 @@ def test_a_named_call(client: openai.OpenAI) -> None:
 
 
 def test_calls_beside_each_other(client: openai.OpenAI) -> None:
-    """What the model begins is its own; the bias against its end has it call again and again."""
-    choice = ask(client, tool_choice="required", logit_bias={"2": -100}, max_tokens=800)
-    names = checked(choice)
-    assert len(names) == 16
+    """The bias against its end has the model call again, for as long as it may."""
+    choice = ask(client, tool_choice="required", logit_bias={"2": -100}, max_tokens=100)
+    assert choice.finish_reason == "length"
+    *whole, _ = calls_of(choice)
+    assert whole
+    for name, arguments in whole:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
 def test_calls_where_the_model_may_also_talk(client: openai.OpenAI) -> None:
-    choice = ask(client)
-    if choice.finish_reason == "tool_calls":
-        assert checked(choice)
-    else:
-        assert choice.message.content
-    told = ask(client, messages=[{"role": "user", "content": "Say hello."}], tool_choice="none")
-    assert told.message.tool_calls is None
+    """It calls where it has called before, and talks where it has not."""
+    called: list[Any] = []
+    for city in ("Rome", "Oslo", "Lima"):
+        function = {"name": "get_weather", "arguments": json.dumps({"city": city})}
+        call = {"id": city, "type": "function", "function": function}
+        called.append({"role": "user", "content": f"What is the weather in {city}?"})
+        called.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    choice = ask(client, messages=[*called, *QUESTION])
+    assert checked(choice) == ["get_weather"]
+    assert choice.message.content is None
+    talk = ask(client, messages=[{"role": "user", "content": "Tell me a story."}], max_tokens=20)
+    assert talk.message.content
+    assert talk.message.tool_calls is None
 
 
 def test_a_conversation_with_results(client: openai.OpenAI) -> None:

@@ -19,16 +19,18 @@ from services.gateway.tools.call_format import TAG, call_text
 Message = Mapping[str, Any]
 # Qwen's coders have calls between the same tags, yet not as JSON.
 _OTHER_FORMATS = ("<function=", "<arg_key>")
+# Small models answer in whichever of the tags they have read last.
 _INTRODUCTION = """\
-You can call functions to answer the user. These are the functions, as JSON, one a line:
+You can call functions. These are they, as JSON, one a line:
 <tools>
 {tools}
 </tools>
-To call a function, write its name and its arguments as JSON between tags, in this way:
-{example}
-Write one such block for each call. Results are given to you between <tool_response> and </tool_response>.\
+The results of your calls will be given to you between <tool_response> and </tool_response>. To call a function, \
+answer with its name and its arguments as JSON between <tool_call> and </tool_call>, one such block for each call:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments as a JSON object>}}
+</tool_call>\
 """
-_EXAMPLE = call_text("function-name", '{"argument-name": "value"}')
 
 
 def knows_tools(source: str, environment: jinja2.Environment) -> bool:
@@ -71,7 +73,7 @@ def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
 
 def _introduction(tools: Sequence[Mapping[str, Any]]) -> str:
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return _INTRODUCTION.format(tools=lines, example=_EXAMPLE)
+    return _INTRODUCTION.format(tools=lines)
 
 
 def _result(message: Message) -> str:
