@@ -166,8 +166,9 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = ("messages", "prompt", "stop", "n", "seed", "logit_bias", "logprobs", "stream_options", "temperature", "model", "tools",
-    "tool_choice", "parallel_tool_calls",
+FIELDS = (
+    "messages", "prompt", "stop", "n", "seed", "logit_bias", "logprobs", "stream_options", "temperature", "model",
+    "tools", "tool_choice", "parallel_tool_calls",
 )  # fmt: skip
 
 
