@@ -7,6 +7,7 @@ verdict. The limits count work, not time: a schema that would explode is refused
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _MAX_DETAIL_CHARACTERS = 300
+# What every decoder leaves as it is.
+_TAG = re.compile(r"<[!-~]*>")
 _NO_ANSWER = "no answer matches it"
 
 
@@ -85,7 +88,22 @@ def _serialised(**grammar: Any) -> str:
 
 def grammar_tokenizer(tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int) -> LLTokenizer:
     """llguidance's view of a tokenizer. vocab_size: of the model; no grammar allows its rows beyond the tokenizer's."""
-    return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    return LLTokenizer(_with_text_as_text(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def _with_text_as_text(tokenizer: Tokenizer) -> str:
+    """A serialised tokenizer whose added tokens that are text, such as Qwen's <tool_call>, are in its vocabulary.
+
+    llguidance takes every added token in angle brackets for a control token, which no text of an answer may have.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    texts = {token.content: i for i, token in added.items() if not token.special and _TAG.fullmatch(token.content)}
+    if not texts:
+        return tokenizer.to_str()
+    fields = json.loads(tokenizer.to_str())
+    fields["added_tokens"] = [token for token in fields["added_tokens"] if token["content"] not in texts]
+    fields["model"]["vocab"].update(texts)
+    return json.dumps(fields, ensure_ascii=False)
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

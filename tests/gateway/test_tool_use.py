@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from services.common.grammars import compile_grammar, grammar_tokenizer
 from services.gateway.api.openai_parse import CHAT, parse_openai
 from services.gateway.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.request import GenerationRequest, check_request
 from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.text_model import TextModel
-from services.gateway.tools.call_format import TAG, call_text
+from services.gateway.text.vocabulary import build_vocabulary
+from services.gateway.tools.call_format import END_TAG, TAG, call_text
 from tests.support.tools import CLOCK, TOOLS, WEATHER, function
 
 USER = {"role": "user", "content": "hi"}
@@ -81,6 +85,36 @@ def test_answers_are_held_to_their_calls(
     assert verdict(tokens, text_model, answer, tool_choice="required") == required
     assert verdict(tokens, text_model, answer, parallel_tool_calls=False) == single
     assert verdict(tokens, text_model, answer, tool_choice=choice) == named
+
+
+def with_tags(text_model: TextModel, *, special: bool) -> TextModel:
+    """The model with tokens for the tags, as Qwen's have them."""
+    tokenizer = Tokenizer.from_str(text_model.tokenizer.to_str())
+    tags = [AddedToken(tag, special=special, normalized=False) for tag in (TAG, END_TAG)]
+    if special:
+        tokenizer.add_special_tokens(tags)
+    else:
+        tokenizer.add_tokens(tags)
+    return dataclasses.replace(text_model, tokenizer=tokenizer, vocabulary=build_vocabulary(tokenizer))
+
+
+def test_a_tag_may_be_one_token(text_model: TextModel) -> None:
+    model = with_tags(text_model, special=False)
+    form = parsed(tools=TOOLS).form
+    assert form is not None
+    matcher = compile_grammar(grammar_tokenizer(model.tokenizer, model.eos_token_ids, 49154), form.grammar)
+    ids = model.encode_text(f"Well.\n{CITY}")
+    assert {49152, 49153} <= set(ids)
+    assert matcher.validate_tokens(ids) == len(ids)
+    assert decode_all(model.vocabulary, ids) == f"Well.\n{CITY}"
+
+
+def test_tools_are_refused_where_tags_are_control_tokens(text_model: TextModel) -> None:
+    model = with_tags(text_model, special=True)
+    with pytest.raises(InvalidRequest) as caught:
+        model.encode_chat([USER], TOOLS)
+    assert caught.value.param == "tools"
+    assert model.encode_chat([USER])
 
 
 def test_arguments_keep_to_references_and_to_what_a_schema_leaves_open(

@@ -16,6 +16,7 @@ from services.gateway.request import Sampling
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.sampling_defaults import folder_defaults, gguf_defaults
 from services.gateway.text.vocabulary import Vocabulary, build_vocabulary
+from services.gateway.tools.call_format import END_TAG, TAG
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class TextModel:
         """Tokens of a templated chat. Only the template's own special tokens count. Raises InvalidRequest."""
         if self.chat_template is None:
             raise InvalidRequest(f"the model {self.name} has no chat template; use completions", "messages")
+        if tools and self._has_control_tags:
+            raise InvalidRequest(f"the model {self.name} has calls between control tokens; no tools for it", "tools")
         token_ids: list[int] = []
         self.tokenizer.encode_special_tokens = True
         try:
@@ -53,6 +56,12 @@ class TextModel:
         finally:
             self.tokenizer.encode_special_tokens = False
         return token_ids
+
+    @property
+    def _has_control_tags(self) -> bool:
+        """Whether the tags of calls are control tokens, which are in no text."""
+        ids = [self.tokenizer.token_to_id(tag) for tag in (TAG, END_TAG)]
+        return any(i is not None and not self.vocabulary.bytes_of(i) for i in ids)
 
     def least_tokens(self, num_bytes: int) -> int:
         """A lower bound on the tokens of a text of `num_bytes`, known without tokenising it."""

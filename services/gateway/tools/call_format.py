@@ -15,7 +15,8 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 TAG = "<tool_call>"
 BEFORE_NAME = '\n{"name": "'
 BEFORE_ARGUMENTS = '", "arguments": '
-AFTER_ARGUMENTS = "}\n</tool_call>"
+END_TAG = "</tool_call>"
+AFTER_ARGUMENTS = f"}}\n{END_TAG}"
 BETWEEN_CALLS = "\n"
 
 
