@@ -31,7 +31,7 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Choice:
-    """One of an answer. logprobs: as they came, joined."""
+    """One of an answer. text: with what is called and how. logprobs: as they came, joined."""
 
     text: str = ""
     finish: str | None = None
@@ -142,6 +142,8 @@ def _take(answer: Answer, data: str) -> None:
 def _take_choice(choice: Choice, told: Mapping[str, Any]) -> None:
     message = told.get("delta") or told.get("message") or {}
     choice.text += told.get("text") or message.get("content") or ""
+    for call in message.get("tool_calls") or ():
+        choice.text += call["function"].get("name", "") + call["function"].get("arguments", "")
     choice.finish = told.get("finish_reason") or choice.finish
     if found := told.get("logprobs"):
         # Of completions they are parallel lists, of chats one list of objects.
