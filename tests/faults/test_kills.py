@@ -19,6 +19,8 @@ import pytest
 from tests.support.mesh import MODEL, Mesh, running_mesh, total, wait_for
 
 STREAMS = 8
+# A worker without processor time is silent, and its streams are rescued: of so many drains one moves some.
+DRAINS = 4
 TOKENS = 160
 # About a second on a quiet machine.
 NEW_REQUEST_WITHIN_S = 15.0
@@ -165,9 +167,26 @@ async def test_stop(mesh: Mesh, role: str, undisturbed: list[str]) -> None:
 
 async def test_drain(mesh: Mesh, undisturbed: list[str]) -> None:
     """A worker that is told to end has its running streams moved first."""
-    mesh.wait_ready()
     gateway = mesh.of_kind("gateway")[0]["name"]
-    before = mesh.metrics(gateway)
+    for _ in range(DRAINS):
+        mesh.wait_ready()
+        before = mesh.metrics(gateway)
+        await drain_under_streams(mesh, undisturbed)
+        after = mesh.metrics(gateway)
+
+        def gained(name: str, **labels: str) -> float:
+            return total(after, name, **labels) - total(before, name, **labels)  # noqa: B023
+
+        moved = gained("kvmesh_gateway_moves_total", outcome="moved")
+        gaps_s, rescued = gained("kvmesh_gateway_move_gap_seconds_sum"), gained("kvmesh_gateway_rescues_total")
+        print(f"{moved:.0f} streams moved, mean gap {1e3 * gaps_s / max(1.0, moved):.0f} ms, {rescued:.0f} rescued")
+        if moved:
+            return
+    raise AssertionError(f"no stream was moved: {mesh.logs()[-4000:]}")
+
+
+async def drain_under_streams(mesh: Mesh, undisturbed: list[str]) -> None:
+    """SIGTERM to a worker with streams; it comes back."""
     seen = [Stream() for _ in range(STREAMS)]
     async with asyncio.TaskGroup() as group:
         for number, one in enumerate(seen):
@@ -177,14 +196,4 @@ async def test_drain(mesh: Mesh, undisturbed: list[str]) -> None:
         victim = next(entry for entry in mesh.of_kind("worker") if entry["name"] == seen[0].worker)
         os.kill(victim["pid"], signal.SIGTERM)
     assert_unnoticed(seen, undisturbed)
-    after = mesh.metrics(gateway)
-
-    def gained(name: str, **labels: str) -> float:
-        return total(after, name, **labels) - total(before, name, **labels)
-
-    moved, gaps_s = gained("kvmesh_gateway_moves_total", outcome="moved"), gained("kvmesh_gateway_move_gap_seconds_sum")
-    rescued = gained("kvmesh_gateway_rescues_total")
-    # A worker that gets no processor time for a second is silent, and its streams are rescued: that may be so here.
-    print(f"{moved:.0f} streams moved, mean gap {1e3 * gaps_s / max(1.0, moved):.0f} ms, {rescued:.0f} rescued")
-    assert moved > 0
-    wait_for(lambda: all(entry["ready"] for entry in mesh.ps()), within_s=60, what=f"{victim['name']} is back")
+    wait_for(lambda: all(entry["ready"] for entry in mesh.ps()), within_s=120, what=f"{victim['name']} is back")
