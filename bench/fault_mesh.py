@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +16,10 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from bench.local_mesh import started
 from services.cli.listing import list_processes
-from services.cli.ports import free_ports
 from services.cli.state import StateDir
 
-_COMMAND_TIMEOUT_S = 300.0
 _SCRAPE_TIMEOUT_S = 5.0
 _POLL_S = 0.2
 # By kind of process, what is zero when nobody asks for anything. Kept answers are not: they have a time to live.
@@ -134,14 +129,8 @@ class LocalMesh:
 @contextmanager
 def local_mesh(options: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[LocalMesh]:
     """`kvmesh up` with these options until the end of the block. Raises RuntimeError."""
-    with tempfile.TemporaryDirectory(prefix="kvm-") as folder:
-        port = next(free_ports())
-        own = environment or {}
-        _kvmesh(folder, own, "up", "--detach", "--http-port", str(port), *options)
-        try:
-            yield LocalMesh(Path(folder), port)
-        finally:
-            _kvmesh(folder, own, "down")
+    with started(options, environment or {}) as (folder, port, _):
+        yield LocalMesh(folder, port)
 
 
 def scrape(address: str) -> dict[str, float]:
@@ -160,17 +149,6 @@ def total(samples: Mapping[str, float], name: str, **labels: str) -> float:
         for series, value in samples.items()
         if re.split(r"[{ ]", series)[0] == name and all(label in series for label in wanted)
     )
-
-
-def _kvmesh(folder: str, own: Mapping[str, str], *arguments: str) -> str:
-    command = (sys.executable, "-m", "services.cli", *arguments, "--state", folder)
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("KVMESH_", "REDIS_"))}
-    done = subprocess.run(
-        command, env=inherited | dict(own), capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"kvmesh {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
 
 
 def dumped(value: Any) -> str:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ _OURS = ("KVMESH_", "REDIS_")
 class LocalMesh:
     """A running mesh whose supervisor keeps its state in a folder. environment: of its processes."""
 
-    def __init__(self, folder: str, port: int, environment: Mapping[str, str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: Path, port: int, environment: Mapping[str, str]) -> None:
+        self.folder = folder
         self.port = port
         self._environment = environment
         self.processes: list[dict[str, Any]] = json.loads(self.kvmesh("ps", "--json"))
@@ -48,15 +48,25 @@ class LocalMesh:
 
 @contextmanager
 def local_mesh(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[LocalMesh]:
-    """Started with `flags` of `kvmesh up` on a free port, stopped at the end. The caller's settings do not count."""
-    given = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)} | dict(environment or {})
-    with tempfile.TemporaryDirectory(prefix="kvm-") as folder:
-        port = next(free_ports())
-        _kvmesh(Path(folder), given, "up", "--detach", "--http-port", str(port), *flags)
+    """As `started`, with what is known of its processes."""
+    with started(flags, environment or {}) as (folder, port, given):
+        yield LocalMesh(folder, port, given)
+
+
+@contextmanager
+def started(flags: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[Path, int, Mapping[str, str]]]:
+    """`kvmesh up` with these flags on a free port, stopped at the end: its state folder, HTTP port and environment.
+
+    The caller's settings do not count. Raises RuntimeError.
+    """
+    given = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)} | dict(environment)
+    with tempfile.TemporaryDirectory(prefix="kvm-") as name:
+        folder, port = Path(name), next(free_ports())
+        _kvmesh(folder, given, "up", "--detach", "--http-port", str(port), *flags)
         try:
-            yield LocalMesh(folder, port, given)
+            yield folder, port, given
         finally:
-            _kvmesh(Path(folder), given, "down")
+            _kvmesh(folder, given, "down")
 
 
 def _kvmesh(folder: Path, environment: Mapping[str, str], *arguments: str) -> str:
