@@ -15,6 +15,7 @@ from kernels.batch import PagedBatch
 from services.common.blocks import block_root, cache_namespace, chain_block_ids, join_ids
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.worker.admission import SchedulerLimits
+from services.worker.chunk import Chunk
 from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.batch import StepBuilder
 from services.worker.link_rates import LinkRates
@@ -24,7 +25,6 @@ from services.worker.model.load import kv_layout, load_runner, open_model
 from services.worker.model.runner import CpuRunner
 from services.worker.rates import Rates
 from services.worker.sampler import draw_tokens
-from services.worker.scheduler import Chunk
 
 NUM_BLOCKS, BUDGET, CONTEXT = 512, 512, 1024
 _KEY = b"a key for the benchmark only...."

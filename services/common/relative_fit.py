@@ -69,6 +69,12 @@ class RelativeFit:
         result: npt.NDArray[np.float64] = self._values / self._scales
         return result
 
+    @property
+    def latest(self) -> npt.NDArray[np.float64]:
+        """The costs as they were last computed: a few observations may not be in them, and nothing is computed."""
+        result: npt.NDArray[np.float64] = self._values / self._scales
+        return result
+
     def _solve(self) -> npt.NDArray[np.float64]:
         moments = self._moments + self._ridge_moments
         products = self._products + self._ridge_products

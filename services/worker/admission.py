@@ -18,7 +18,8 @@ MAX_CHOICES = 128
 class SchedulerLimits:
     """Bounds of the scheduler.
 
-    max_queue_s: prefill time that may wait beyond what can run at once.
+    max_queue_s: prefill time that may wait beyond what can run at once. speculation_tokens: most tokens
+    drafted of a sequence in one step.
     """
 
     max_context: int
@@ -26,6 +27,7 @@ class SchedulerLimits:
     max_running: int = 32
     max_queue_s: float = 0.2
     prefix_cache: bool = True
+    speculation_tokens: int = 0
 
 
 def check_request(request: Request, limits: SchedulerLimits, num_blocks: int) -> None:

@@ -99,6 +99,10 @@ class WorkerSettings(ServiceSettings):
     step_token_budget: int = Field(512, ge=16, le=65_536, description="Most tokens of one step.")
     target_step_s: float = Field(0.2, gt=0, le=10, description="Time a step should take; the budget shrinks to it.")
     max_running: int = Field(32, ge=1, le=4096, description="Most sequences that run at once.")
+    speculation: Literal["ngram", "off"] = Field(
+        "off", description="ngram: draft tokens by looking where the latest ones stood before."
+    )
+    speculation_tokens: int = Field(8, ge=1, le=64, description="Most tokens drafted of a sequence in one step.")
     max_queue_s: float = Field(0.2, ge=0, description="Prefill time that may wait beyond what can run at once.")
     max_requests: int = Field(1024, ge=1, description="Most requests open at once, waiting ones included.")
     max_kept_requests: int = Field(
@@ -126,6 +130,11 @@ class WorkerSettings(ServiceSettings):
     stream_queue: int = Field(1024, ge=1, description="Most outputs a slow reader of a stream may leave unread.")
     start_timeout_s: float = Field(300.0, gt=0, description="Longest time until the model has produced a token.")
     child_silence_s: float = Field(5.0, gt=1, description="Silence of a child process that ends the worker.")
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Most tokens drafted of a sequence in one step; 0: none are."""
+        return self.speculation_tokens if self.speculation == "ngram" else 0
 
     @property
     def pushes_blocks(self) -> bool:

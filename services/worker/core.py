@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from services.common.blocks import BLOCK_TOKENS, BlockId, join_ids
 from services.worker.admission import SchedulerLimits
 from services.worker.block_pool import BlockPool
-from services.worker.drawing import draw_rows, output_of
+from services.worker.chunk import Advance, Chunk
+from services.worker.drawing import Drawn, draw_rows, drawn_of, output_of
 from services.worker.draws import Draws
 from services.worker.engine_load import engine_load
 from services.worker.engine_messages import BlockChanges, DrainEngine, EngineLoad, PushTarget
@@ -39,7 +40,7 @@ from services.worker.messages import (
 from services.worker.mover_messages import PinBlocks, PullBlocks, PullCut, PullDone, PushDone, Unpin
 from services.worker.rates import Rates
 from services.worker.requests import known_by_choice, request_of, usage_of
-from services.worker.scheduler import Advance, Chunk, Scheduler
+from services.worker.scheduler import Scheduler
 from services.worker.sequence import Request
 from services.worker.step_fit import step_work
 from services.worker.transfers import TransferLimits, Transfers
@@ -157,7 +158,7 @@ class EngineCore:
 
     def schedule(self, now: float) -> list[Chunk]:
         """What to compute next; empty when there is nothing."""
-        chunks = self.scheduler.schedule(self._step_tokens, now)
+        chunks = self.scheduler.schedule(self._step_tokens, now, self.rates.steps.latest_costs)
         self.to_front += [PreparedRequest(key) for key in self.scheduler.take_prepared()]
         self.to_front += [MoveRequested(key, reason) for key, reason in self.scheduler.moves.take()]
         return chunks
@@ -168,32 +169,35 @@ class EngineCore:
         return self.rates.token_budget(self._limits.step_token_budget, self._limits.target_step_s)
 
     def commit(self, chunks: Sequence[Chunk], draws: Draws, step_s: float, now: float) -> None:
-        """Take in the result of a step that took `step_s`; row i of `draws` is of the i-th chunk that draws."""
-        drawing = [chunk for chunk in chunks if chunk.draws]
-        for chunk, token in zip(drawing, draws.tokens, strict=True):
-            key, follower = chunk.sequence.request.key, chunk.sequence.follower
-            if follower is not None and follower.failure:
-                self.fail_request(key, "INVALID_ARGUMENT", follower.failure)
-            elif token is None:
-                self.fail_request(key, "INTERNAL", "the model's output is not a number")
-        tokens = iter(draws.tokens)
-        advances = self.scheduler.commit(chunks, [next(tokens) if c.draws else None for c in chunks], now)
-        logprobs = {id(c.sequence): p for c, p in zip(drawing, draws.logprobs, strict=True) if p is not None}
+        """Take in the result of a step that took `step_s`; the rows of `draws` are those of `draw_rows`."""
+        drawn = drawn_of(chunks, draws)
+        self._fail_unsound(chunks, drawn)
+        work = step_work(chunks)
+        by_sequence = {id(chunk.sequence): one for chunk, one in zip(chunks, drawn, strict=True)}
         choices: list[ChoiceOutput] = []
         completed: list[RequestUsage] = []
-        for advance in advances:
+        for advance in self.scheduler.commit(chunks, [one.tokens for one in drawn], now):
             self._offer(advance, now)
-            if advance.token is None:
+            if not advance.tokens:
                 continue
-            choices.append(output_of(advance, advance.token, logprobs.get(id(advance.sequence))))
+            choices.append(output_of(advance, by_sequence[id(advance.sequence)]))
             if advance.finish and self.scheduler.finish(advance.sequence):
                 completed.append(usage_of(advance.sequence.request))
         if choices:
             self.to_front.append(StepOutput(choices, completed))
         self.load_changed |= bool(completed)
-        self.rates.observe_step(step_work(chunks), step_s)
+        self.rates.observe_step(work, step_s, drafted=sum(chunk.drafted for chunk in chunks))
         self.to_mover.extend(self.transfers.pushes.leaving(now))
         self._announce()
+
+    def _fail_unsound(self, chunks: Sequence[Chunk], drawn: Sequence[Drawn]) -> None:
+        """End the requests whose grammar has given up or whose logits are no numbers."""
+        for chunk, one in zip(chunks, drawn, strict=True):
+            key, follower = chunk.sequence.request.key, chunk.sequence.follower
+            if chunk.draws and follower is not None and follower.failure:
+                self.fail_request(key, "INVALID_ARGUMENT", follower.failure)
+            elif not one.is_sound:
+                self.fail_request(key, "INTERNAL", "the model's output is not a number")
 
     def fail_step(self, chunks: Sequence[Chunk], detail: str) -> None:
         """A step could not be run: end the requests in it. Its blocks were never made reusable."""

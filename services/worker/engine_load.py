@@ -48,4 +48,6 @@ def engine_load(
         pulls_cut=transfers.pulls_cut,
         held_requests=sum(request.is_held for request in requests),
         pins=len(transfers.pins),
+        drafted_tokens=scheduler.speculation.drafted,
+        accepted_tokens=scheduler.speculation.accepted,
     )

@@ -104,7 +104,8 @@ class EngineLoad(Message, frozen=True):
     the turn of its ancestors at a new node. pulls_skipped: planned pulls that did not begin, by reason. pulls_cut:
     pulls given up for falling behind. staging_waits, staging_short_blocks: transfers that waited for room in staging
     and blocks that were not transferred for want of it, by use. held_requests: that wait to be resumed. pins: pulls by
-    others that hold blocks here or wait for them.
+    others that hold blocks here or wait for them. drafted_tokens, accepted_tokens: guesses at tokens, and those of them
+    that held.
     """
 
     progress: int
@@ -132,6 +133,8 @@ class EngineLoad(Message, frozen=True):
     staging_short_blocks: dict[str, int] = msgspec.field(default_factory=dict)
     held_requests: int = 0
     pins: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class BlockChanges(Message, frozen=True):

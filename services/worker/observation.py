@@ -132,6 +132,8 @@ _LOAD_TOTALS: dict[str, Callable[[EngineLoad], float]] = {
     "kvmesh_worker_pushes_dropped": lambda load: load.pushes_dropped,
     "kvmesh_worker_pushes_deferred": lambda load: load.pushes_deferred,
     "kvmesh_worker_pulls_cut": lambda load: load.pulls_cut,
+    "kvmesh_worker_drafted_tokens": lambda load: load.drafted_tokens,
+    "kvmesh_worker_accepted_tokens": lambda load: load.accepted_tokens,
     "kvmesh_worker_loop_turns": lambda load: load.progress,
 }
 _MOVER_GAUGES: dict[str, Callable[[MoverCounters], int]] = {

@@ -214,6 +214,7 @@ def engine_config(
         step_token_budget=settings.step_token_budget,
         target_step_s=settings.target_step_s,
         max_running=settings.max_running,
+        speculation_tokens=settings.drafted_tokens,
         max_queue_s=settings.max_queue_s,
         prefix_cache=settings.prefix_cache,
         max_pull_s=settings.max_pull_s,

@@ -47,9 +47,11 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[DrawRow]) -> Draws:
     # A NaN or an infinity anywhere in a row is what argmax finds.
     valid: list[bool] = np.isfinite(values[np.arange(len(rows)), best]).tolist()
     tokens: list[int] = best.tolist()
+    follows = True
     for i, row in enumerate(rows):
-        if valid[i] and row.sampling.temperature >= _MIN_TEMPERATURE:
+        if follows and valid[i] and row.sampling.temperature >= _MIN_TEMPERATURE:
             tokens[i] = _draw_row(values[i], row)
+        follows = row.drafted is None or (follows and tokens[i] == row.drafted)
     logprobs = _logprobs(logits, tokens, rows)
     return Draws([token if ok else None for token, ok in zip(tokens, valid, strict=True)], logprobs)
 

@@ -5,13 +5,16 @@ sequences come first, one token each, so that a long prompt does not stall them;
 waiting sequences, which start with the blocks that the pool has already. When blocks run out the sequence that came
 last by (priority, arrival) gives up its blocks and waits; it resumes by recomputation, mostly from cached blocks.
 
+Drafted tokens (speculation.py) are known to a step alone: it computes them behind the known ones, and only those that
+are drawn in their places become known.
+
 A held request is computed like any other up to its last known token. It keeps its place and its slots while it waits
 to be resumed, in the same order as the rest: what came later is preempted before it, what came before is not kept from
 running. When it is resumed, what has become known meanwhile is one more chunk of prefill.
 
 Invariants: only RUNNING sequences hold slots. A running sequence has slots for every known token except, while it
-decodes, perhaps the last, or those it was resumed with. The first running sequence is never preempted for another, so
-work always ends: a held one ends when its time is up.
+decodes, perhaps the last, or those it was resumed with; it may have a block more, taken for a draft. The first running
+sequence is never preempted for another, so work always ends: a held one ends when its time is up.
 """
 
 from __future__ import annotations
@@ -19,39 +22,21 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 from services.common.blocks import BLOCK_TOKENS
+from services.common.step_costs import StepCosts
 from services.worker.admission import SchedulerLimits, check_known, check_request
 from services.worker.ahead import Ahead, check_queue
 from services.worker.block_pool import BlockPool
+from services.worker.chunk import Advance, Chunk
 from services.worker.errors import Refused
 from services.worker.moves import MoveWishes
 from services.worker.queue_state import QueueState, queue_state
 from services.worker.registration import Registration
 from services.worker.sequence import Known, Request, Sequence, Status, blocks_for
+from services.worker.speculation import Speculation
 
 MIN_PREFILL_TOKENS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Part of a step: compute tokens start..start + length of a sequence, and draw the next one if that is all."""
-
-    sequence: Sequence
-    start: int
-    length: int
-    draws: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """What a step did to a sequence: the token drawn ("" goes on, "stop", "length"), the last block made reusable."""
-
-    sequence: Sequence
-    token: int | None
-    finish: str
-    completed_slot: int | None
 
 
 class Scheduler:
@@ -64,6 +49,7 @@ class Scheduler:
         self._limits = limits
         self._pool = pool
         self._registration = Registration(pool, block_key)
+        self.speculation = Speculation(pool, limits.speculation_tokens)
         # Both in (priority, arrival) order.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -145,8 +131,11 @@ class Scheduler:
                 self._end(sequence)
         return request
 
-    def schedule(self, token_budget: int, now: float) -> list[Chunk]:
-        """The next step's chunks; empty when nothing can be computed. Decodes and MIN_PREFILL_TOKENS are always in."""
+    def schedule(self, token_budget: int, now: float, costs: StepCosts) -> list[Chunk]:
+        """The next step's chunks; empty when nothing can be computed. Decodes and MIN_PREFILL_TOKENS are always in.
+
+        costs: of steps, as learned.
+        """
         chunks: list[Chunk] = []
         for sequence in tuple(self._running):
             if sequence.status is Status.RUNNING and self._ensure_slots(sequence) and sequence.is_decoding:
@@ -161,14 +150,15 @@ class Scheduler:
             chunks.append(Chunk(sequence, sequence.num_computed, length, draws=length == sequence.num_missing))
             if not budget:
                 break
+        chunks = self.speculation.extend(chunks, budget, costs, len(self._running))
         self.moves.watch_blocks(self._running, self._pool.num_available)
         return chunks
 
-    def commit(self, chunks: Items[Chunk], tokens: Items[int | None], now: float) -> list[Advance]:
-        """Take in a step that has run; `tokens[i]` is what chunk i drew, None where it draws nothing."""
+    def commit(self, chunks: Items[Chunk], tokens: Items[list[int]], now: float) -> list[Advance]:
+        """Take in a step that has run; `tokens[i]` are those that chunk i drew and that hold (drawing.py)."""
         return [
-            self._advance(chunk, token, now)
-            for chunk, token in zip(chunks, tokens, strict=True)
+            self._advance(chunk, drawn, now)
+            for chunk, drawn in zip(chunks, tokens, strict=True)
             if chunk.sequence.status is Status.RUNNING
         ]
 
@@ -251,22 +241,23 @@ class Scheduler:
         sequence.status = Status.WAITING
         bisect.insort(self._waiting, sequence, key=_order)
 
-    def _advance(self, chunk: Chunk, token: int | None, now: float) -> Advance:
+    def _advance(self, chunk: Chunk, drawn: list[int], now: float) -> Advance:
         sequence, request = chunk.sequence, chunk.sequence.request
-        sequence.num_computed = chunk.start + chunk.length
+        sequence.tokens[sequence.num_tokens : sequence.num_tokens + len(drawn)] = drawn
+        sequence.num_tokens += len(drawn)
+        request.output_tokens += len(drawn)
+        # All but the last of those drawn were guesses, and have been computed.
+        sequence.num_computed = chunk.start + chunk.length - chunk.drafted + max(0, len(drawn) - 1)
         completed_slot = self._registration.register(sequence) if self._reuses(request) else None
         self._note_prefilled(sequence, now)
-        if token is None:
-            return Advance(sequence, None, "", completed_slot)
-        sequence.tokens[sequence.num_tokens] = token
-        sequence.num_tokens += 1
-        request.output_tokens += 1
         finish = ""
-        if token in request.stop_token_ids:
-            finish = "stop"
-        elif sequence.num_output >= request.max_tokens:
-            finish = "length"
-        return Advance(sequence, token, finish, completed_slot)
+        if drawn:
+            self.speculation.observe(chunk, len(drawn) - 1)
+            if drawn[-1] in request.stop_token_ids:
+                finish = "stop"
+            elif sequence.num_output >= request.max_tokens:
+                finish = "length"
+        return Advance(sequence, drawn, finish, completed_slot)
 
     def _note_prefilled(self, sequence: Sequence, now: float) -> None:
         request = sequence.request

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.blocks import BLOCK_TOKENS, BlockId
+from services.worker.drafting import Drafting
 from services.worker.following import Follower
 from services.worker.messages import HolderRun, Sampling
 
@@ -123,11 +124,15 @@ class Request:
 
 
 class Sequence:
-    """One choice. `tokens[:num_tokens]` are known, the KV of `tokens[:num_computed]` is in `slots`."""
+    """One choice. `tokens[:num_tokens]` are known, the KV of `tokens[:num_computed]` is in `slots`.
+
+    What lies behind the known tokens means nothing but to a step in flight, which may have guesses there.
+    """
 
     __slots__ = (
         "block_ids",
         "choice",
+        "drafting",
         "follower",
         "num_computed",
         "num_registered",
@@ -157,6 +162,8 @@ class Sequence:
         self.status = Status.WAITING
         # Of the request's grammar, from before anything is drawn.
         self.follower: Follower | None = None
+        # From its first draft on.
+        self.drafting: Drafting | None = None
         if known is not None:
             self.append(known)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from services.common.relative_fit import RelativeFit
 from services.common.step_costs import StepCosts, StepWork, features, pairs_of
-from services.worker.scheduler import Chunk
+from services.worker.chunk import Chunk
 
 # Steps after which an observation counts for 1/e.
 _MEMORY_STEPS = 300.0
@@ -26,18 +26,26 @@ class StepFit:
         self._fit.observe(features(work), step_s)
 
     @property
+    def latest_costs(self) -> StepCosts:
+        """As of one of the last steps, for who asks at each step."""
+        return StepCosts(*self._fit.latest.tolist())
+
+    @property
     def costs(self) -> StepCosts:
         """As of the last step."""
         return StepCosts(*self._fit.costs().tolist())
 
 
 def step_work(chunks: Sequence[Chunk]) -> StepWork:
-    """What a step computes; a prompt's chunk of one token counts as a decoding sequence, which it is like."""
-    prefills = [chunk for chunk in chunks if chunk.length > 1]
-    decodes = [chunk for chunk in chunks if chunk.length == 1]
+    """What a step computes; a prompt's chunk of one token counts as a decoding sequence, which it is like.
+
+    So does each guess of a draft.
+    """
+    prefills = [chunk for chunk in chunks if chunk.length > 1 + chunk.drafted]
+    decodes = [chunk for chunk in chunks if chunk.length == 1 + chunk.drafted]
     return StepWork(
         prefill_tokens=sum(chunk.length for chunk in prefills),
         prefill_pairs=sum(pairs_of(chunk.start, chunk.length) for chunk in prefills),
-        decode_sequences=len(decodes),
-        context_tokens=sum(chunk.start + 1 for chunk in decodes),
+        decode_sequences=sum(chunk.length for chunk in decodes),
+        context_tokens=sum(chunk.start + 1 + row for chunk in decodes for row in range(chunk.length)),
     )

@@ -55,9 +55,17 @@ def make_core(
     max_queue_s: float = 0.5,
     push_policy: PushPolicy = "write_through",
     grammars: GrammarSource | None = None,
+    speculation_tokens: int = 0,
 ) -> EngineCore:
     limits = CoreLimits(
-        SchedulerLimits(CONTEXT, VOCAB, max_running=max_running, max_queue_s=max_queue_s, prefix_cache=cache),
+        SchedulerLimits(
+            CONTEXT,
+            VOCAB,
+            max_running=max_running,
+            max_queue_s=max_queue_s,
+            prefix_cache=cache,
+            speculation_tokens=speculation_tokens,
+        ),
         TransferLimits(max_push_blocks=6, max_served_blocks=6, push_policy=push_policy),
         step_token_budget=budget,
         target_step_s=1.0,

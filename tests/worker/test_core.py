@@ -60,10 +60,29 @@ class CoreMachine(RuleBasedStateMachine):
         cache=st.booleans(),
         max_queue_s=st.sampled_from([0.1, 100.0]),
         push_policy=st.sampled_from(get_args(PushPolicy)),
+        words=st.sampled_from([VOCAB, 3]),
+        speculation_tokens=st.sampled_from([0, 6]),
     )
-    def start(self, num_blocks: int, budget: int, cache: bool, max_queue_s: float, push_policy: PushPolicy) -> None:
-        self.core = make_core(num_blocks, budget=budget, cache=cache, max_queue_s=max_queue_s, push_policy=push_policy)
-        self.runner = ToyRunner(num_blocks)
+    def start(
+        self,
+        num_blocks: int,
+        budget: int,
+        cache: bool,
+        max_queue_s: float,
+        push_policy: PushPolicy,
+        words: int,
+        speculation_tokens: int,
+    ) -> None:
+        self.core = make_core(
+            num_blocks,
+            budget=budget,
+            cache=cache,
+            max_queue_s=max_queue_s,
+            push_policy=push_policy,
+            speculation_tokens=speculation_tokens,
+        )
+        self.runner = ToyRunner(num_blocks, words)
+        self.words = words
         self.builder = StepBuilder()
         self.now = 0.0
         self.keys = 0
@@ -262,7 +281,7 @@ class CoreMachine(RuleBasedStateMachine):
                 output = self.outputs.get((key, choice), [])
                 known = self.known.get((key, choice), 0)
                 assert not output or (key, choice) not in self.ended
-                assert output == expected_tokens(tuple(prompt), max_tokens)[known : known + len(output)]
+                assert output == expected_tokens(tuple(prompt), max_tokens, self.words)[known : known + len(output)]
 
     def _ids(self) -> list[BlockId | None]:
         return [self.core.pool.id_of(slot) for slot in range(self.core.pool.num_blocks)]
@@ -274,7 +293,7 @@ class CoreMachine(RuleBasedStateMachine):
     def _known_outputs(self, key: int, known: dict[int, tuple[float, bool]]) -> list[KnownOutput]:
         """What another attempt has drawn of the choices after what is known of them."""
         prompt, max_tokens, choices = self.prompts[key]
-        expected, outputs = expected_tokens(tuple(prompt), max_tokens), []
+        expected, outputs = expected_tokens(tuple(prompt), max_tokens, self.words), []
         for choice, (share, finished) in known.items():
             if choice >= choices or (key, choice) in self.ended:
                 continue

@@ -24,14 +24,14 @@ def entry(before: int, token: int) -> int:
 
 
 @cache
-def expected_tokens(prompt: tuple[int, ...], count: int) -> list[int]:
-    """What the toy generates greedily after `prompt`."""
+def expected_tokens(prompt: tuple[int, ...], count: int, words: int = VOCAB) -> list[int]:
+    """What the toy generates greedily after `prompt`; words: see ToyRunner."""
     entries: list[int] = []
     for token in prompt:
         entries.append(entry(entries[-1] if entries else 0, token))
     output: list[int] = []
     for _ in range(count):
-        output.append(_next_token(entries))
+        output.append(_next_token(entries, words))
         entries.append(entry(entries[-1], output[-1]))
     return output
 
@@ -44,14 +44,16 @@ def prefix_entries(tokens: list[int]) -> list[int]:
     return entries
 
 
-def _next_token(entries: list[int]) -> int:
-    return sum(entries) % 1_000_003 % VOCAB
+def _next_token(entries: list[int], words: int) -> int:
+    return sum(entries) % 1_000_003 % words
 
 
 class ToyRunner:
     """The Runner of the toy model, its cache in a plain array."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, words: int = VOCAB) -> None:
+        """words: tokens below this are generated; with few of them, what follows can often be guessed."""
+        self._words = words
         self.kv = np.zeros((num_blocks, BLOCK_TOKENS), dtype=np.int64)
         self.steps = 0
         self.fail_next = False
@@ -78,7 +80,7 @@ class ToyRunner:
                 slot = table[position // BLOCK_TOKENS]
                 assert slot >= 0
                 self.kv[slot, position % BLOCK_TOKENS] = cached[-1]
-                next_tokens[offset] = _next_token(cached)
+                next_tokens[offset] = _next_token(cached, self._words)
         logits = torch.zeros(len(step.logit_rows), VOCAB)
         logits[torch.arange(len(step.logit_rows)), torch.from_numpy(next_tokens[step.logit_rows])] = 10.0
         self._logits = logits

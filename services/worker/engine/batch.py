@@ -8,8 +8,8 @@ from itertools import accumulate
 import numpy as np
 
 from services.common.blocks import BLOCK_TOKENS
+from services.worker.chunk import Chunk
 from services.worker.model.step import StepInput
-from services.worker.scheduler import Chunk
 
 
 class StepBuilder:
@@ -21,7 +21,7 @@ class StepBuilder:
         self._tables = np.empty((0, 0), dtype=np.int32)
 
     def build(self, chunks: Sequence[Chunk]) -> StepInput:
-        """One sequence for each chunk, logits of the last token of each chunk that draws."""
+        """One sequence for each chunk; logits of as many last tokens of each as it draws."""
         lengths = [chunk.length for chunk in chunks]
         starts = np.array(list(accumulate(lengths, initial=0)), dtype=np.int32)
         ends = np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int32)
@@ -40,10 +40,13 @@ class StepBuilder:
             table = chunk.sequence.table
             row[: len(table)] = table[:width]
             row[len(table) :] = -1
-        draws = [index for index, chunk in enumerate(chunks) if chunk.draws]
-        return StepInput(
-            tokens[: starts[-1]], positions[: starts[-1]], starts, ends, tables[: len(chunks)], starts[1:][draws] - 1
-        )
+        rows = [
+            row
+            for chunk, end in zip(chunks, starts[1:].tolist(), strict=True)
+            for row in range(end - chunk.num_draws, end)
+        ]
+        logit_rows = np.array(rows, dtype=np.int32)
+        return StepInput(tokens[: starts[-1]], positions[: starts[-1]], starts, ends, tables[: len(chunks)], logit_rows)
 
     def _reserve(self, num_tokens: int, num_rows: int, num_blocks: int) -> None:
         if num_tokens > len(self._tokens):

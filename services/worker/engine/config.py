@@ -13,7 +13,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Everything but the block key, which comes as a message. Fds are inherited and named by number.
 
     kv_cache_bytes: size of the pool; num_blocks, where it is not 0, goes before it; what 0 means, here and for
-    staging_bytes, WorkerSettings says. max_context 0: the model's own. threads 0: as many as there are cores.
+    staging_bytes, WorkerSettings says. speculation_tokens 0: nothing is drafted. max_context 0: the model's own.
+    threads 0: as many as there are cores.
     """
 
     parent_pid: int
@@ -37,6 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_token_budget: int
     target_step_s: float
     max_running: int
+    speculation_tokens: int
     max_queue_s: float
     prefix_cache: bool
     max_pull_s: float

@@ -20,6 +20,7 @@ def core_limits(
         max_running=config.max_running,
         max_queue_s=config.max_queue_s,
         prefix_cache=config.prefix_cache,
+        speculation_tokens=config.speculation_tokens,
     )
     transfers = TransferLimits(
         max_pull_s=config.max_pull_s,

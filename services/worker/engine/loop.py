@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from services.worker.block_transfers import BlockTransfers, SharedTransfers
+from services.worker.chunk import Chunk
 from services.worker.core import EngineCore
 from services.worker.draws import DrawRow, Draws
 from services.worker.engine.batch import StepBuilder
@@ -23,7 +24,6 @@ from services.worker.engine_messages import EngineLoad
 from services.worker.ipc import Link, wait_links
 from services.worker.messages import Abort, Message, Resume, Submit
 from services.worker.model.step import StepInput
-from services.worker.scheduler import Chunk
 
 LOAD_EVERY_S = 0.1
 # While there are no requests: often enough for the silence of a second to mean something.

@@ -67,12 +67,12 @@ class SimRunner:
         self._device = DeviceClock()
 
     def submit(self, step: StepInput) -> None:
-        """Start a step. A sequence with one token in it decodes."""
+        """Start a step. A sequence with one token in it decodes, and so does one that draws after each of them."""
         lengths = np.diff(step.query_starts)
-        decodes = lengths == 1
-        step_s = self._time_model.step_s(
-            int(lengths[~decodes].sum()), int(decodes.sum()), int(step.context_lens[decodes].sum())
-        )
+        draws = np.diff(np.searchsorted(step.logit_rows, step.query_starts))
+        decodes = (lengths == 1) | (draws == lengths)
+        contexts = (step.context_lens * lengths)[decodes] - (lengths * (lengths - 1) // 2)[decodes]
+        step_s = self._time_model.step_s(int(lengths[~decodes].sum()), int(lengths[decodes].sum()), int(contexts.sum()))
         self._device.start(self._clock(), step_s)
 
     def draw(self, rows: Sequence[DrawRow]) -> Draws:

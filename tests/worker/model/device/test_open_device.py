@@ -46,6 +46,7 @@ def engine_config(folder: Path, pool_fd: int, **changes: object) -> EngineConfig
         "step_token_budget": 32,
         "target_step_s": 0.2,
         "max_running": 2,
+        "speculation_tokens": 0,
         "max_queue_s": 0.2,
         "prefix_cache": True,
         "max_pull_s": 1.0,
