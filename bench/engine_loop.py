@@ -59,7 +59,7 @@ class Timed:
 
     def __init__(self, decoder: Decoder) -> None:
         self.seconds: list[float] = []
-        self.pool, self.backend = decoder.pool, decoder.backend
+        self.pool, self.backend, self.adapters = decoder.pool, decoder.backend, decoder.adapters
         self._decoder = decoder
 
     def forward(self, batch: PagedBatch, num_threads: int) -> torch.Tensor:

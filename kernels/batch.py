@@ -23,6 +23,7 @@ class PagedBatch:
 
     token_ids, positions: [T]. query_starts: [S + 1]. context_lens: [S], tokens in the pool after this step.
     block_tables: [S, B], pool slots in order; entries beyond the context are never read. logit_rows: [L], into T.
+    adapters: [S], slot of each sequence's adapter and -1 for none; None where no sequence has one.
     """
 
     token_ids: Int32Array
@@ -31,10 +32,18 @@ class PagedBatch:
     context_lens: Int32Array
     block_tables: Int32Array
     logit_rows: Int32Array
+    adapters: Int32Array | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.positions)
+
+    @cached_property
+    def token_adapters(self) -> torch.Tensor | None:
+        """int32 [T]: each token's adapter, -1 for none; None where no sequence has one."""
+        if self.adapters is None:
+            return None
+        return torch.from_numpy(np.repeat(self.adapters, np.diff(self.query_starts)))
 
     @cached_property
     def token_tables(self) -> torch.Tensor:

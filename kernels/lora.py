@@ -25,6 +25,20 @@ class Adapters:
     scaling: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One adapter of one projection [n, k]: down [rank, k] and up [n, rank] of one dtype."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float
+
+    @property
+    def alone(self) -> Adapters:
+        """As the only adapter, number 0."""
+        return Adapters(self.down[None], self.up[None], torch.tensor([self.scaling], dtype=torch.float32))
+
+
 def add_lora(out: torch.Tensor, x: torch.Tensor, adapters: Adapters, index: torch.Tensor) -> None:
     """Add to out [T, n] in place what the adapters make of x [T, k].
 

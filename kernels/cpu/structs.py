@@ -74,6 +74,45 @@ class LayerStruct(Structure):
     )
 
 
+class AdapterPartStruct(Structure):
+    """One projection's part of a linear layer's output."""
+
+    _fields_ = (
+        ("up", c_void_p),
+        ("n", c_int),
+        ("rank", c_int),
+        ("low", c_int),
+        ("first", c_int),
+        ("step", c_int),
+        ("scaling", c_float),
+    )
+
+
+MAX_PARTS = 3
+
+
+class AdapterInputStruct(Structure):
+    """The adapted projections that one linear layer joins."""
+
+    _fields_ = (
+        ("down", c_void_p),
+        ("ranks", c_int),
+        ("num_parts", c_int),
+        ("parts", AdapterPartStruct * MAX_PARTS),
+    )
+
+
+class AdapterLayerStruct(Structure):
+    """One layer of an adapter."""
+
+    _fields_ = (
+        ("qkv", AdapterInputStruct),
+        ("output", AdapterInputStruct),
+        ("gate_up", AdapterInputStruct),
+        ("down", AdapterInputStruct),
+    )
+
+
 class ModelStruct(Structure):
     """A whole decoder."""
 
@@ -94,6 +133,7 @@ class ModelStruct(Structure):
         ("layers", POINTER(LayerStruct)),
         ("final_norm", c_void_p),
         ("head", LinearStruct),
+        ("adapters", c_void_p),
     )
 
 
@@ -107,6 +147,7 @@ class ScratchStruct(Structure):
         ("query", c_void_p),
         ("activation", c_void_p),
         ("projected", c_void_p),
+        ("gains", c_void_p),
         ("logits", c_void_p),
         ("seconds", POINTER(c_double)),
     )
@@ -128,6 +169,7 @@ class BatchStruct(Structure):
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
         ("logit_rows", c_void_p),
+        ("adapters", c_void_p),
         ("num_tokens", c_int),
         ("num_seqs", c_int),
         ("table_width", c_int),
@@ -153,6 +195,7 @@ def batch_struct(batch: PagedBatch) -> BatchStruct:
         *map(_address, (batch.token_ids, batch.positions, batch.query_starts, batch.context_lens)),
         _address(batch.block_tables),
         _address(batch.logit_rows),
+        None if batch.adapters is None else _address(batch.adapters),
         batch.num_tokens,
         len(batch.context_lens),
         batch.block_tables.shape[1],

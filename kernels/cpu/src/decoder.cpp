@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "lora.h"
 #include "moe.h"
 #include "probe.h"
 
@@ -41,6 +42,7 @@ struct Model {
     const Layer* layers;
     const float* final_norm;
     Linear head;
+    AdapterTable adapters;
 };
 
 // Working memory of a step, sized by the caller; `activation` also holds the attention's output.
@@ -51,6 +53,7 @@ struct Scratch {
     void* query;       // [tokens][heads * head_dim]
     void* activation;  // [tokens][max(intermediate, heads * head_dim)]
     float* projected;  // [tokens][hidden], of models with post norms
+    float* gains;      // [tokens][the most outputs of a layer, in whole panels], of batches with adapters
     float* logits;     // [logit rows][vocabulary]
     double* seconds;   // [3] or null: adds linear layers, attention, the rest
 };
@@ -82,19 +85,21 @@ template <class T> struct Step {
     int num_threads;
     Pool<T> pool;
     AttentionPlan plan;
+    AdapterPlan adapters;
     Stopwatch watch{scratch.seconds};
 
     Step(const Model& model, const Batch& batch, T* base, const Scratch& scratch, int num_threads)
         : model(model), batch(batch), scratch(scratch), num_threads(num_threads),
           pool{base, model.kv_heads, model.num_layers, model.head_dim},
-          plan(plan_attention(batch, model.heads / model.kv_heads, model.kv_heads, num_threads)) {}
+          plan(plan_attention(batch, model.heads / model.kv_heads, model.kv_heads, num_threads)),
+          adapters(batch) {}
 
     void run() {
         embed(static_cast<const T*>(model.embedding), batch, model.hidden, model.embedding_scale, scratch.residual,
               num_threads);
         for (int index = 0; index < model.num_layers; ++index) {
             attention(model.layers[index], index);
-            mlp(model.layers[index]);
+            mlp(model.layers[index], index);
         }
         if (batch.num_logits > 0) logits();
     }
@@ -108,8 +113,15 @@ template <class T> struct Step {
         watch.lap(kOtherPart);
     }
 
-    void multiply(const T* x, int rows, const Linear& layer, EpilogueKind kind, void* out, int stride) {
-        linear(x, rows, layer, {kind, out, static_cast<size_t>(stride)}, num_threads);
+    // What the adapters of the batch add to one of a layer's products.
+    Gains gains(const T* x, const Linear& layer, int index, AdapterInput AdapterLayer::*which) {
+        if (adapters.tasks.empty()) return {};
+        return adapter_gains(x, layer.k, layer.n, adapters, model.adapters, index, which, scratch.gains, num_threads);
+    }
+
+    void multiply(const T* x, int rows, const Linear& layer, EpilogueKind kind, void* out, int stride,
+                  const Gains& added = {}) {
+        linear(x, rows, layer, {kind, out, static_cast<size_t>(stride), added}, num_threads);
         watch.lap(kLinearPart);
     }
 
@@ -125,7 +137,8 @@ template <class T> struct Step {
     void attention(const Layer& layer, int index) {
         const int rows = batch.num_tokens;
         norm(layer.attention_norm, nullptr, rows);
-        multiply(normed(), rows, layer.qkv, kStore, scratch.qkv, layer.qkv.n);
+        multiply(normed(), rows, layer.qkv, kStore, scratch.qkv, layer.qkv.n,
+                 gains(normed(), layer.qkv, index, &AdapterLayer::qkv));
         rotary_write(scratch.qkv, batch, model.heads, layer.rotary, pool, index, query(), num_threads);
         watch.lap(kOtherPart);
         const ScoreScale scale(model.attention_scale, model.attention_softcap);
@@ -133,11 +146,12 @@ template <class T> struct Step {
                      num_threads);
         watch.lap(kAttentionPart);
         const float* post_norm = layer.attention_post_norm;
-        multiply(activation(), rows, layer.output, post_norm ? kStore : kAdd, projected(post_norm), model.hidden);
+        multiply(activation(), rows, layer.output, post_norm ? kStore : kAdd, projected(post_norm), model.hidden,
+                 gains(activation(), layer.output, index, &AdapterLayer::output));
         join(post_norm);
     }
 
-    void mlp(const Layer& layer) {
+    void mlp(const Layer& layer, int index) {
         const int rows = batch.num_tokens;
         const auto kind = static_cast<EpilogueKind>(model.activation);
         const float* post_norm = layer.mlp_post_norm;
@@ -147,8 +161,10 @@ template <class T> struct Step {
             mix_experts(normed(), rows, layer.experts, kind, !post_norm, out, num_threads);
             watch.lap(kLinearPart);
         } else {
-            multiply(normed(), rows, layer.gate_up, kind, activation(), model.intermediate);
-            multiply(activation(), rows, layer.down, post_norm ? kStore : kAdd, out, model.hidden);
+            multiply(normed(), rows, layer.gate_up, kind, activation(), model.intermediate,
+                     gains(normed(), layer.gate_up, index, &AdapterLayer::gate_up));
+            multiply(activation(), rows, layer.down, post_norm ? kStore : kAdd, out, model.hidden,
+                     gains(activation(), layer.down, index, &AdapterLayer::down));
         }
         join(post_norm);
     }

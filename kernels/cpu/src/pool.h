@@ -28,6 +28,7 @@ struct Batch {
     const int32_t* context_lens;
     const int32_t* block_tables;
     const int32_t* logit_rows;
+    const int32_t* adapters;  // slot of each sequence's adapter, -1 for none; null: none has one
     int num_tokens;
     int num_seqs;
     int table_width;

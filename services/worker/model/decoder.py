@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from kernels.batch import PagedBatch
+from services.worker.model.adapter import AdapterTable
 
 
 class Decoder(Protocol):
@@ -23,6 +24,10 @@ class Decoder(Protocol):
     @property
     def backend(self) -> str:
         """Which arithmetic runs, for logs; replicas with the same backend agree to the last bit."""
+
+    @property
+    def adapters(self) -> AdapterTable:
+        """Low-rank adapters that sequences of a batch may have."""
 
     def forward(self, batch: PagedBatch, num_threads: int) -> torch.Tensor:
         """Write the KV of the batch's tokens to the pool; float32 logits [L, vocab_size] of its logit_rows."""

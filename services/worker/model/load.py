@@ -114,6 +114,7 @@ def load_runner(
     compiled: bool = True,
     max_step_tokens: int = 512,
     staging_bytes: int = 0,
+    adapter_slots: int = 0,
     progress: Progress | None = None,
 ) -> CpuRunner:
     """Load a model over a pool that the caller owns.
@@ -122,8 +123,8 @@ def load_runner(
     they are computed with); whole numbers need bfloat16 and the compiled kernels. pool_buffer: writable, kept alive by
     the runner. num_threads: None follows torch. served_context: tokens, at most the model's own maximum, which is the
     default. compiled: use the compiled kernels where they can be had. max_step_tokens (of the largest step),
-    staging_bytes: for the memory map. progress: told the bytes read, from any thread. Raises UnsupportedModel,
-    InvalidWeights, or ValueError for the pool.
+    staging_bytes: for the memory map. adapter_slots: adapters that can be resident. progress: told the bytes read, from
+    any thread. Raises UnsupportedModel, InvalidWeights, or ValueError for the pool.
     """
     model = open_model(path)
     config = model.config
@@ -135,7 +136,7 @@ def load_runner(
     weights = load_weights(source, config, TORCH_DTYPES[dtype])
     # What has been converted need not stay beside the result.
     del source
-    decoder = _decoder(config, weights, pool, context, weight_dtype, compiled)
+    decoder = _decoder(config, weights, pool, context, weight_dtype, compiled, adapter_slots)
     held_bytes = decoder.weight_bytes if isinstance(decoder, NativeDecoder) else weight_bytes(weights)
     spec = RunnerSpec(
         config=config,
@@ -185,25 +186,26 @@ def _decoder(
     context: int,
     weight_dtype: CpuWeightDtype,
     compiled: bool,
+    adapter_slots: int,
 ) -> Decoder:
     if weight_dtype != "dtype":
-        return _integer_decoder(config, weights, pool, context, weight_dtype)
+        return _integer_decoder(config, weights, pool, context, weight_dtype, adapter_slots)
     if compiled:
         try:
-            return NativeDecoder(config, weights, pool, context)
+            return NativeDecoder(config, weights, pool, context, adapter_slots=adapter_slots)
         except (BuildError, OSError) as error:
             log.warning("compiled kernels unavailable, falling back to plain torch", reason=str(error))
-    return TorchDecoder(config, weights, pool, context)
+    return TorchDecoder(config, weights, pool, context, adapter_slots)
 
 
 def _integer_decoder(
-    config: ModelConfig, weights: ModelWeights, pool: KvPool, context: int, integers: IntegerFormat
+    config: ModelConfig, weights: ModelWeights, pool: KvPool, context: int, integers: IntegerFormat, slots: int
 ) -> NativeDecoder:
     """There is no fallback: plain torch would compute something else under the same digest."""
     if pool.layout.dtype != "bfloat16":
         raise UnsupportedModel(f"weight_dtype = {integers}: needs dtype bfloat16, not {pool.layout.dtype}")
     try:
-        return NativeDecoder(config, weights, pool, context, integers)
+        return NativeDecoder(config, weights, pool, context, integers, slots)
     except (BuildError, OSError) as error:
         raise UnsupportedModel(f"weight_dtype = {integers}: needs the compiled kernels: {error}") from error
     except ValueError as error:

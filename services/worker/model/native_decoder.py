@@ -27,6 +27,7 @@ from kernels.cpu.structs import (
 from kernels.linear import interleave_gate_up
 from services.worker.model.config import ModelConfig, RopeConfig
 from services.worker.model.kv_pool import KvPool
+from services.worker.model.native_adapters import NativeAdapters
 from services.worker.model.rope import rotary_tables
 from services.worker.model.weights import ExpertWeights, LayerWeights, MlpWeights, ModelWeights, embedding_scale
 
@@ -46,10 +47,12 @@ class NativeDecoder:
         pool: KvPool,
         num_positions: int,
         integers: IntegerFormat | None = None,
+        adapter_slots: int = 0,
     ) -> None:
         self.backend = f"native {library.instruction_set()}"
         self.part_seconds: torch.Tensor | None = None
         self._config = config
+        self.adapters = NativeAdapters(config, adapter_slots)
         self._integers: IntegerFormat | None = integers
         self.pool = pool.blocks
         self._kept: list[object] = []
@@ -75,12 +78,15 @@ class NativeDecoder:
             layers=cast(self._layers, POINTER(LayerStruct)),
             final_norm=self._keep(weights.final_norm),
             head=self._linear(weights.head, integers="int8" if integers == "int4" else integers),
+            adapters=self.adapters.address,
         )
         self._embedding_bytes = weights.embedding.numel() * weights.embedding.element_size()
         self._scratch: dict[str, torch.Tensor] = {}
 
     def forward(self, batch: PagedBatch, num_threads: int) -> torch.Tensor:
         """See Decoder."""
+        if batch.adapters is not None:
+            self.adapters.check(batch.adapters.tolist())
         logits = torch.empty(len(batch.logit_rows), self._config.vocab_size)
         scratch = self._scratch_for(batch)
         scratch.logits = logits.data_ptr()
@@ -179,6 +185,9 @@ class NativeDecoder:
             projected=self._grown("projected", tokens * config.hidden_size, torch.float32)
             if config.post_norms
             else None,
+            gains=None
+            if batch.adapters is None
+            else self._grown("gains", tokens * self.adapters.gain_width, torch.float32),
         )
 
     def _grown(self, name: str, size: int, dtype: torch.dtype) -> int:

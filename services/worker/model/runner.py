@@ -49,7 +49,8 @@ class CpuRunner:
         self.spec = spec
         self.decoder = decoder
         self._num_threads = num_threads
-        self._limits = StepLimits(spec.vocab_size, spec.num_blocks, spec.max_context)
+        slots = decoder.adapters.num_slots
+        self._limits = StepLimits(spec.vocab_size, spec.num_blocks, spec.max_context, slots)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model-runner")
         self._in_flight: Future[torch.Tensor] | None = None
 

@@ -28,6 +28,7 @@ class StepInput:
     context_lens: int32 [S], tokens in the cache after this step (last position + 1).
     block_tables: int32 [S, B], pool slots of each sequence's blocks in order, padded with -1.
     logit_rows: int32 [L], indices into the T tokens.
+    adapters: int32 [S], slot of each sequence's adapter and -1 for none; None where no sequence has one.
     """
 
     token_ids: Int32Array
@@ -36,6 +37,7 @@ class StepInput:
     context_lens: Int32Array
     block_tables: Int32Array
     logit_rows: Int32Array
+    adapters: Int32Array | None = None
 
 
 class Runner(Protocol):

@@ -17,6 +17,7 @@ class StepLimits:
     vocab_size: int
     num_blocks: int
     max_context: int
+    adapter_slots: int = 0
 
 
 def checked_batch(step: StepInput, limits: StepLimits) -> PagedBatch:
@@ -24,6 +25,8 @@ def checked_batch(step: StepInput, limits: StepLimits) -> PagedBatch:
     arrays = {}
     for field in fields(StepInput):
         array = getattr(step, field.name)
+        if array is None and field.name == "adapters":
+            continue
         dimensions = 2 if field.name == "block_tables" else 1
         _require(isinstance(array, np.ndarray) and array.dtype == np.int32, f"{field.name} is not an int32 array")
         _require(array.ndim == dimensions, f"{field.name} has {array.ndim} dimensions instead of {dimensions}")
@@ -32,6 +35,7 @@ def checked_batch(step: StepInput, limits: StepLimits) -> PagedBatch:
     _check_shapes(batch)
     _check_sequences(batch, limits)
     _check_blocks(batch, limits)
+    _check_adapters(batch, limits)
     return batch
 
 
@@ -46,6 +50,14 @@ def _check_shapes(batch: PagedBatch) -> None:
     _require(len(batch.positions) == tokens, f"{len(batch.positions)} positions for {tokens} tokens")
     _require(len(batch.query_starts) == seqs + 1, f"{len(batch.query_starts)} query_starts for {seqs} sequences")
     _require(len(batch.block_tables) == seqs, f"{len(batch.block_tables)} block tables for {seqs} sequences")
+
+
+def _check_adapters(batch: PagedBatch, limits: StepLimits) -> None:
+    if batch.adapters is None:
+        return
+    seqs, slots = len(batch.context_lens), limits.adapter_slots
+    _require(len(batch.adapters) == seqs, f"{len(batch.adapters)} adapters for {seqs} sequences")
+    _require(_within(batch.adapters + 1, slots + 1), f"adapters outside the {slots} slots")
 
 
 def _check_sequences(batch: PagedBatch, limits: StepLimits) -> None:

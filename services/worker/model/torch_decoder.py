@@ -18,6 +18,7 @@ from kernels.rotary import rotary_write
 from services.worker.model.config import ModelConfig
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.rope import rotary_tables
+from services.worker.model.torch_adapters import TorchAdapters
 from services.worker.model.weights import ExpertWeights, LayerWeights, MlpWeights, ModelWeights, embedding_scale
 
 
@@ -26,7 +27,10 @@ class TorchDecoder:
 
     backend = "torch"
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KvPool, num_positions: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, pool: KvPool, num_positions: int, adapter_slots: int = 0
+    ) -> None:
+        self.adapters = TorchAdapters(adapter_slots)
         self._config = config
         self._weights = weights
         self.pool = pool.blocks
@@ -43,7 +47,7 @@ class TorchDecoder:
         x = self._weights.embedding[torch.from_numpy(batch.token_ids).long()].float() * self._embedding_scale
         for index, layer in enumerate(self._weights.layers):
             x = x + self._post_norm(self._attention(x, index, layer, batch), layer.attention_post_norm)
-            x = x + self._post_norm(self._mlp(x, layer), layer.mlp_post_norm)
+            x = x + self._post_norm(self._mlp(x, index, layer, batch), layer.mlp_post_norm)
         rows = x[torch.from_numpy(batch.logit_rows).long()]
         logits = linear(self._norm(rows, self._weights.final_norm), self._weights.head)
         cap = self._config.logit_softcap
@@ -57,8 +61,14 @@ class TorchDecoder:
 
     def _attention(self, x: torch.Tensor, index: int, layer: LayerWeights, batch: PagedBatch) -> torch.Tensor:
         config, (cos, sin) = self._config, self._rotary[index]
+        normed = self._norm(x, layer.attention_norm)
+        qkv = linear(normed, layer.qkv, layer.qkv_bias)
+        keys = config.num_heads * config.head_dim
+        values = keys + config.num_kv_heads * config.head_dim
+        for name, part in (("q", qkv[:, :keys]), ("k", qkv[:, keys:values]), ("v", qkv[:, values:])):
+            self._adapt(part, normed, index, name, batch)
         query = rotary_write(
-            linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias),
+            qkv,
             batch,
             heads=config.num_heads,
             cos=cos,
@@ -78,17 +88,28 @@ class TorchDecoder:
             window=config.window(index),
             softcap=config.attention_softcap,
         )
-        return linear(attended.flatten(1), layer.output, layer.output_bias)
+        output = linear(attended.flatten(1), layer.output, layer.output_bias)
+        self._adapt(output, attended.flatten(1), index, "o", batch)
+        return output
 
-    def _mlp(self, x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+    def _adapt(self, out: torch.Tensor, x: torch.Tensor, index: int, name: str, batch: PagedBatch) -> None:
+        """Add to a projection's output what the batch's adapters make of its input."""
+        self.adapters.add(out, x, index, name, batch.token_adapters)
+
+    def _mlp(self, x: torch.Tensor, index: int, layer: LayerWeights, batch: PagedBatch) -> torch.Tensor:
         normed = self._norm(x, layer.mlp_norm)
         if isinstance(layer.mlp, ExpertWeights):
             return self._experts(normed, layer.mlp)
-        return self._dense(normed, layer.mlp)
+        return self._dense(normed, index, layer.mlp, batch)
 
-    def _dense(self, normed: torch.Tensor, mlp: MlpWeights) -> torch.Tensor:
-        hidden = gated_multiply(linear(normed, mlp.gate), linear(normed, mlp.up), self._config.activation)
-        return linear(hidden.to(self.pool.dtype), mlp.down)
+    def _dense(self, normed: torch.Tensor, index: int, mlp: MlpWeights, batch: PagedBatch) -> torch.Tensor:
+        gate, up = linear(normed, mlp.gate), linear(normed, mlp.up)
+        self._adapt(gate, normed, index, "gate", batch)
+        self._adapt(up, normed, index, "up", batch)
+        hidden = gated_multiply(gate, up, self._config.activation).to(self.pool.dtype)
+        output = linear(hidden, mlp.down)
+        self._adapt(output, hidden, index, "down", batch)
+        return output
 
     def _experts(self, normed: torch.Tensor, mlp: ExpertWeights) -> torch.Tensor:
         moe = self._config.moe
