@@ -1,4 +1,4 @@
-"""The descriptor set that Envoy's transcoder reads: the OpenAI service and everything it imports."""
+"""The descriptor set that Envoy's transcoder reads: the OpenAI services and everything they import."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from kvmesh.v1 import inference_pb2, openai_pb2
 
 OPENAI_SERVICE: str = openai_pb2.DESCRIPTOR.services_by_name["OpenAI"].full_name
+FILES_SERVICE: str = openai_pb2.DESCRIPTOR.services_by_name["OpenAIFiles"].full_name
 INFERENCE_SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 

@@ -19,7 +19,7 @@ from envoy.type.v3 import percent_pb2
 from google.protobuf import message, struct_pb2
 
 from deploy.envoy.clusters import OTLP
-from deploy.envoy.descriptors import OPENAI_SERVICE, openai_descriptor_set
+from deploy.envoy.descriptors import FILES_SERVICE, OPENAI_SERVICE, openai_descriptor_set
 from deploy.envoy.local_replies import local_reply_config, lua_tables
 from deploy.envoy.routes import metrics_routes, public_routes
 from deploy.envoy.settings import Address, EnvoySettings
@@ -141,7 +141,7 @@ def _error_script() -> lua_pb2.Lua:
 def _transcoder(settings: EnvoySettings) -> transcoder_pb2.GrpcJsonTranscoder:
     return transcoder_pb2.GrpcJsonTranscoder(
         proto_descriptor_bin=openai_descriptor_set(),
-        services=[OPENAI_SERVICE],
+        services=[OPENAI_SERVICE, FILES_SERVICE],
         convert_grpc_status=True,
         ignore_unknown_query_parameters=True,
         request_validation_options=transcoder_pb2.GrpcJsonTranscoder.RequestValidationOptions(

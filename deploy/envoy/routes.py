@@ -8,12 +8,12 @@ from envoy.type.matcher.v3 import string_pb2
 from grpc_health.v1 import health_pb2
 
 from deploy.envoy.clusters import ADMIN, GATEWAYS
-from deploy.envoy.descriptors import INFERENCE_SERVICE, OPENAI_SERVICE
+from deploy.envoy.descriptors import FILES_SERVICE, INFERENCE_SERVICE, OPENAI_SERVICE
 from deploy.envoy.wire import packed, seconds, uint32
 from services.common.rpc import ELSEWHERE_METADATA, TOKEN_METADATA
 
 HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-PUBLIC_SERVICES = (OPENAI_SERVICE, INFERENCE_SERVICE, HEALTH_SERVICE)
+PUBLIC_SERVICES = (OPENAI_SERVICE, FILES_SERVICE, INFERENCE_SERVICE, HEALTH_SERVICE)
 # Safe for any method: in each case no gateway has begun the request; a draining one says so in a header.
 _RETRY_ON = "connect-failure,refused-stream,reset-before-request,retriable-headers"
 _MAX_RETRIES = 2

@@ -128,6 +128,8 @@ class Planner:
         """What the operator's environment may say otherwise."""
         if kind == "worker":
             return self._worker_defaults()
+        if kind == "gateway":
+            return {"KVMESH_GATEWAY_FILES_DIR": str(self._state.files)}
         if kind == "router":
             return {"KVMESH_ROUTER_ADMIN_KEYS_FILE": str(self._state.admin_keys_file)}
         return {}

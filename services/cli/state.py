@@ -78,6 +78,11 @@ class StateDir:
         """Blocks of a kvstore node; survives restarts."""
         return self.root / "ssd" / name
 
+    @property
+    def files(self) -> Path:
+        """Files and batches; survive restarts."""
+        return self.root / "files"
+
     def generations(self, name: str) -> Path:
         """Generations of cleared tenants that a gateway keeps; survives restarts, as the SSDs do."""
         return self.root / f"generations.{name}"

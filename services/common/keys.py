@@ -3,8 +3,8 @@
 Keys that one script touches share a hash tag, so that Redis Cluster keeps them together: `{mesh:registry}` for the
 registry, `{mesh:generations}` for the generations of tenants, `{mesh:control}` for what operators have set,
 `{mesh:quota:<tenant>}` for what a tenant uses, `{mesh:request:<tag>}` for a request with an idempotency key,
-`{mesh:artifacts}` for model artifacts, `{mesh:news}` for what routers tell each other and `{mesh:<shard>}` for the
-block sets of the locations of one shard.
+`{mesh:batch:<id>}` for who runs a batch, `{mesh:artifacts}` for model artifacts, `{mesh:news}` for what routers tell
+each other and `{mesh:<shard>}` for the block sets of the locations of one shard.
 """
 
 from __future__ import annotations
@@ -147,6 +147,10 @@ class KeySpace:
     def request(self, tag: str) -> str:
         """Record of a request with an idempotency key; tag: a keyed hash of tenant and key."""
         return f"{{{self.mesh}:request:{tag}}}:{FORMAT}:record"
+
+    def batch(self, batch_id: str) -> str:
+        """Lease of the gateway that runs a batch."""
+        return f"{{{self.mesh}:batch:{batch_id}}}:{FORMAT}:lease"
 
     def artifacts(self) -> ArtifactKeys:
         """Keys of model artifacts."""

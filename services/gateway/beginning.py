@@ -20,6 +20,7 @@ from kvmesh.v1.common_pb2 import SamplingParams
 from opentelemetry import trace
 
 from services.common.blocks import owner_digest
+from services.common.fair_queue import RequestClass
 from services.gateway.api.openai_parse import ReplyFormat
 from services.gateway.catalog import ModelCatalog
 from services.gateway.errors import AnswerNotKept, ModelUnavailable, ObjectiveUnmet
@@ -27,7 +28,7 @@ from services.gateway.generation import Generation
 from services.gateway.grammars.checker import GrammarChecker
 from services.gateway.idempotency_records import Claim
 from services.gateway.keyed_requests import KeyedRequests
-from services.gateway.keyed_run import run_id
+from services.gateway.keyed_run import KeyedRun, run_id
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.output import Event
 from services.gateway.placed_stream import PlacedStream
@@ -36,7 +37,7 @@ from services.gateway.placement_job import PlacementJob
 from services.gateway.quotas import Charge, Quotas
 from services.gateway.request import GenerationRequest, Plan, PromptPlan, Sampling
 from services.gateway.session import Session
-from services.gateway.tenants import Tenants
+from services.gateway.tenants import ClassObjectives, Tenants
 from services.gateway.text.pool import Job, ModelMissing, Prepared, TextPool
 from services.gateway.versions import only, without
 
@@ -125,7 +126,7 @@ class Beginner:
         use = _Use(self.quotas, await self._charge(session, plan), plan)
         session.settle = use.settle
         if session.keyed is not None:
-            use.is_kept = True
+            use.keyed = session.keyed
             session.keyed.begin(plan.model, plan.model_digest, len(plan.prompts))
         session.generation = use.generation = self._generation(plan, self._streams(session, plan))
         events = await session.generation.read()
@@ -163,7 +164,7 @@ class Beginner:
             span.set_attribute("gen_ai.usage.input_tokens", prepared.plan.prompt_tokens)
         session.prepare_s += time.monotonic() - started_s
         self.metrics.record_prepare(time.monotonic() - started_s)
-        plan = _seeded(prepared.plan, session)
+        plan = _seeded(_offline(prepared.plan) if session.is_offline else prepared.plan, session)
         if plan.form is not None:
             await self.grammars.check(plan.form, plan.model, plan.vocab_size)
         session.plan, session.model = plan, plan.model
@@ -202,7 +203,7 @@ class Beginner:
     ) -> PlacementJob:
         policy = self.tenants.of(session.tenant.name)
         kind = policy.class_of(plan.priority)
-        objectives = policy.objectives.of(kind)
+        objectives = ClassObjectives() if session.is_offline else policy.objectives.of(kind)
         ttft_s = plan.ttft_s or objectives.ttft_s
         return PlacementJob(
             request_id=_prompt_id(session.run_id, plan, index),
@@ -230,7 +231,7 @@ class Beginner:
 class _Use:
     """What a request was charged and what it has used.
 
-    is_taken: a worker has taken it. is_kept: it goes on when its caller leaves.
+    is_taken: a worker has taken it. keyed: its run, where that goes on when its caller leaves.
     """
 
     quotas: Quotas
@@ -238,7 +239,7 @@ class _Use:
     plan: Plan
     generation: Generation | None = None
     is_taken: bool = False
-    is_kept: bool = False
+    keyed: KeyedRun | None = None
 
     def settle(self) -> None:
         """Replace the estimate; once."""
@@ -248,7 +249,7 @@ class _Use:
         used_tokens = 0
         if self.is_taken and self.generation is not None:
             # What goes on without its caller, who is not charged again when he comes back, may produce all it is let.
-            goes_on = self.is_kept and not self.generation.is_over
+            goes_on = self.keyed is not None and not (self.keyed.is_abandoned or self.generation.is_over)
             output_tokens = self.plan.most_output_tokens if goes_on else self.generation.usage().output_tokens
             used_tokens = self.plan.prompt_tokens + output_tokens
         self.quotas.settle(charge, used_tokens)
@@ -265,6 +266,11 @@ def _seeded(plan: Plan, session: Session) -> Plan:
         return plan
     seed = session.names.seed if session.names is not None else random.SystemRandom().getrandbits(64)
     return msgspec.structs.replace(plan, sampling=msgspec.structs.replace(plan.sampling, seed=seed))
+
+
+def _offline(plan: Plan) -> Plan:
+    """Nobody waits for it: whatever the body says, it gives way to all others."""
+    return msgspec.structs.replace(plan, priority=RequestClass.BATCH, ttft_s=0.0, tpot_s=0.0)
 
 
 def _sampling_proto(sampling: Sampling) -> SamplingParams:

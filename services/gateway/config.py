@@ -64,6 +64,20 @@ class GatewaySettings(ServiceSettings):
         description="Silence of a worker, which beats every 250 ms, before its work goes on elsewhere.",
     )
 
+    files_dir: Path | None = Field(
+        None, description="Directory of files and batches, which all gateways share; none: they are not served."
+    )
+    max_file_bytes: int = Field(200 * 2**20, ge=1, description="Largest file.")
+    max_tenant_file_bytes: int = Field(10 * 2**30, ge=1, description="All files of one tenant together.")
+    max_tenant_files: int = Field(1000, ge=1, description="Files of one tenant.")
+    file_life_s: float = Field(
+        30 * 86_400.0, ge=3600, description="Time after which files, and batches that are over, are removed."
+    )
+    max_batch_requests: int = Field(50_000, ge=1, description="Lines of one batch.")
+    max_tenant_batches: int = Field(16, ge=1, description="Batches of one tenant that are not over, before 429.")
+    max_running_batches: int = Field(8, ge=1, description="Batches that this gateway runs at a time.")
+    max_batch_lines: int = Field(32, ge=1, description="Lines of all of them in flight.")
+
     @field_validator("routers", "models", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:

@@ -56,14 +56,7 @@ class Core:
 
     def tenant(self, metadata: Mapping[str, str]) -> Tenant:
         """Who calls. Raises AuthenticationFailed."""
-        now_s = time.monotonic()
-        tenant = self.keys.tenant_of(metadata.get("authorization", ""), now_s)
-        self.tenants.refresh(now_s)
-        return msgspec.structs.replace(
-            tenant,
-            cleared=self.generations.of(tenant.name, now_s),
-            context_tokens=self.tenants.of(tenant.name).context_tokens or 0,
-        )
+        return self._as_known(self.keys.tenant_of(metadata.get("authorization", ""), time.monotonic()))
 
     def open(
         self, api: str, metadata: Mapping[str, str], time_remaining_s: float | None, wanted_id: str = ""
@@ -75,6 +68,24 @@ class Core:
         with _tracer.start_as_current_span("admit"):
             tenant = self._admit(api, metadata)
         request_id = self._claim_id_or_leave(api, tenant, wanted_id, metadata)
+        return self._session(api, tenant, request_id, self._life_s(time_remaining_s), metadata.get(KEY_METADATA))
+
+    def open_offline(self, api: str, tenant: Tenant, key: str) -> Session:
+        """Admit a line of a batch. Its span becomes current. Raises GatewayError, counted and logged.
+
+        tenant: who was authenticated when the batch came. key: idempotency key of the line.
+        """
+        try:
+            self.admission.enter(tenant.name)
+        except GatewayError as error:
+            self._note_refusal(api, error)
+            raise
+        session = self._session(api, self._as_known(tenant), self._claim_id("", {}), self.default_deadline_s, key)
+        session.is_offline = True
+        return session
+
+    def _session(self, api: str, tenant: Tenant, request_id: str, life_s: float, key: str | None) -> Session:
+        """Of a request that has a place among those in flight."""
         span = _request_span(api, request_id)
         # Each RPC runs in a task of its own, so what is attached here ends with the call.
         otel_context.attach(trace.set_span_in_context(span))
@@ -90,21 +101,21 @@ class Core:
             api=api,
             request_id=request_id,
             tenant=tenant,
-            deadline_at_s=time.monotonic() + self._life_s(time_remaining_s),
+            deadline_at_s=time.monotonic() + life_s,
             span=span,
             traceparent=carrier.get("traceparent", ""),
             metrics=self.metrics,
             release=release,
-            idempotency_key=metadata.get(KEY_METADATA),
+            idempotency_key=key,
         )
 
     @contextmanager
-    def place(self, api: str, metadata: Mapping[str, str]) -> Iterator[None]:
-        """A place among the requests in flight, for a call that needs no worker. Raises GatewayError."""
+    def place(self, api: str, metadata: Mapping[str, str]) -> Iterator[Tenant]:
+        """A place among the requests in flight, for a call that needs no worker: who calls. Raises GatewayError."""
         tenant = self._admit(api, metadata)
         code, name = OK, ""
         try:
-            yield
+            yield tenant
         except Exception as error:
             code = shape_of(error).status if isinstance(error, GatewayError) else "INTERNAL"
             name = type(error).__name__
@@ -122,6 +133,16 @@ class Core:
             self._note_refusal(api, error)
             raise
         return tenant
+
+    def _as_known(self, tenant: Tenant) -> Tenant:
+        """With what the mesh knows of the tenant now."""
+        now_s = time.monotonic()
+        self.tenants.refresh(now_s)
+        return msgspec.structs.replace(
+            tenant,
+            cleared=self.generations.of(tenant.name, now_s),
+            context_tokens=self.tenants.of(tenant.name).context_tokens or 0,
+        )
 
     def _note_refusal(self, api: str, error: GatewayError) -> None:
         code, name = shape_of(error).status, type(error).__name__

@@ -3,7 +3,13 @@
 GatewayError
 ├── InvalidRequest                 the caller's mistake
 │   ├── UnsupportedParameter       a known field that is not implemented
-│   └── ContextLengthExceeded      prompt (and output) do not fit the model
+│   ├── ContextLengthExceeded      prompt (and output) do not fit the model
+│   ├── FileTooLarge               beyond the limit of one file
+│   └── StorageQuotaExceeded       this tenant's files take all the room that they may
+├── ObjectNotFound                 no such file or batch of this tenant
+├── StateConflict                  the batch is over already
+├── FilesNotServed                 this mesh has no directory for files
+├── StorageFailed                  that directory cannot be read or written
 ├── AuthenticationFailed
 ├── RequestIdInUse                 another request in flight here has the id that the caller gave
 ├── IdempotencyKeyReused           the key belongs to another request
@@ -53,6 +59,30 @@ class UnsupportedParameter(InvalidRequest):
 
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and output together exceed the model's context."""
+
+
+class FileTooLarge(InvalidRequest):
+    """A file is beyond the limit of one."""
+
+
+class StorageQuotaExceeded(InvalidRequest):
+    """The tenant's files take all the room, or are as many, as they may."""
+
+
+class ObjectNotFound(GatewayError):
+    """The tenant has no file or batch of that id."""
+
+
+class StateConflict(GatewayError):
+    """What is asked of a batch comes too late."""
+
+
+class FilesNotServed(GatewayError):
+    """No directory for files is set."""
+
+
+class StorageFailed(GatewayError):
+    """The directory of files cannot be read or written at the moment."""
 
 
 class AuthenticationFailed(GatewayError):
@@ -127,11 +157,17 @@ class ErrorShape:
 _TABLE: dict[type[GatewayError], ErrorShape] = {
     UnsupportedParameter: ErrorShape("INVALID_ARGUMENT", 400, "invalid_request_error", "unsupported_parameter"),
     ContextLengthExceeded: ErrorShape("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded"),
+    FileTooLarge: ErrorShape("INVALID_ARGUMENT", 400, "invalid_request_error", "file_too_large"),
+    StorageQuotaExceeded: ErrorShape("INVALID_ARGUMENT", 400, "invalid_request_error", "storage_quota_exceeded"),
     InvalidRequest: ErrorShape("INVALID_ARGUMENT", 400, "invalid_request_error", None),
     AuthenticationFailed: ErrorShape("UNAUTHENTICATED", 401, "invalid_request_error", "invalid_api_key"),
     RequestIdInUse: ErrorShape("ALREADY_EXISTS", 409, "invalid_request_error", "request_id_in_use"),
     IdempotencyKeyReused: ErrorShape("ALREADY_EXISTS", 409, "invalid_request_error", "idempotency_key_reused"),
     ModelNotFound: ErrorShape("NOT_FOUND", 404, "invalid_request_error", "model_not_found"),
+    ObjectNotFound: ErrorShape("NOT_FOUND", 404, "invalid_request_error", "not_found"),
+    StateConflict: ErrorShape("ABORTED", 409, "invalid_request_error", "state_conflict"),
+    FilesNotServed: ErrorShape("UNIMPLEMENTED", 501, "invalid_request_error", "files_not_served"),
+    StorageFailed: ErrorShape("UNAVAILABLE", 503, "server_error", "storage_unavailable", 1.0),
     TenantLimitExceeded: ErrorShape("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded", 1.0),
     Overloaded: ErrorShape("UNAVAILABLE", 503, "server_error", "overloaded", 1.0),
     ObjectiveUnmet: ErrorShape("UNAVAILABLE", 503, "server_error", "objective_unmet", 1.0),

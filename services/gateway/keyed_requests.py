@@ -24,6 +24,8 @@ from services.gateway.session import Session
 # Between looks at a run that no worker has taken yet.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.25
 _CLOSE_S = 1.0
+# For which workers go on with a line of a batch whose gateway is gone: another has taken it over by then.
+_OFFLINE_KEEP_S = 30.0
 T = TypeVar("T")
 _requests = metrics.get_meter("kvmesh.gateway").create_counter(
     "kvmesh_gateway_keyed_requests",
@@ -111,7 +113,12 @@ class KeyedRequests:
 
     def _open(self, session: Session, names: KeyedNames, claim: Claim) -> None:
         session.keyed = KeyedRun(
-            self._records, names, claim, keep_s=self._window_s, deadline_at_s=session.deadline_at_s
+            self._records,
+            names,
+            claim,
+            keep_s=_OFFLINE_KEEP_S if session.is_offline else self._window_s,
+            deadline_at_s=session.deadline_at_s,
+            is_repeated=not session.is_offline,
         )
         task = asyncio.create_task(session.keyed.tell())
         self._tellers.add(task)

@@ -40,6 +40,11 @@ class PromptKeeper:
     index: int
     keep_s: float
 
+    @property
+    def is_abandoned(self) -> bool:
+        """See placement_job.Keeper."""
+        return self.run.is_abandoned
+
     def placed(self, grant: Grant, attempt: int, *, is_resumed: bool) -> None:
         """See placement_job.Keeper."""
         self.run.placed(self.index, Place(grant.worker_address, grant.worker_id, attempt, is_resumed))
@@ -51,18 +56,30 @@ def run_id(names: KeyedNames, claim: Claim) -> str:
 
 
 class KeyedRun:
-    """State of the run. run_id: see the function of this name."""
+    """State of the run. run_id: see the function of this name. is_abandoned: nobody will come back for it."""
 
     def __init__(
-        self, records: IdempotencyRecords, names: KeyedNames, claim: Claim, *, keep_s: float, deadline_at_s: float
+        self,
+        records: IdempotencyRecords,
+        names: KeyedNames,
+        claim: Claim,
+        *,
+        keep_s: float,
+        deadline_at_s: float,
+        is_repeated: bool = True,
     ) -> None:
-        """keep_s: for which workers keep its attempts without a reader. deadline_at_s: of the request, monotonic."""
+        """keep_s: for which workers keep its attempts without a reader. deadline_at_s: of the request, monotonic.
+
+        is_repeated: False where its caller writes down a complete answer, and never asks for that again.
+        """
         self.run_id = run_id(names, claim)
         self._records = records
         self._tag = names.tag
         self._run = claim.run
         self._keep_s = keep_s
         self._deadline_at_s = deadline_at_s
+        self._is_repeated = is_repeated
+        self.is_abandoned = False
         self._model, self._model_digest, self._num_prompts = "", b"", 0
         self._places: dict[int, Place] = {}
         self._revision = 0
@@ -93,7 +110,10 @@ class KeyedRun:
 
     def end(self, *, is_complete: bool, is_failed: bool) -> None:
         """The request has ended for its caller. It can be repeated unless it has failed, or was on no worker yet."""
-        self._is_kept = is_complete or (self.is_taken and not is_failed)
+        if is_complete:
+            self._is_kept = self._is_repeated
+        else:
+            self._is_kept = self.is_taken and not is_failed and not self.is_abandoned
         if is_complete:
             self._deadline_at_s = time.monotonic()
         self._changed.set()

@@ -101,7 +101,8 @@ class PlacedAttempt:
         if self._is_ended:
             return
         self._is_ended = True
-        if is_last and self.is_admitted and self.job.keeper is not None:
+        keeper = self.job.keeper
+        if is_last and self.is_admitted and keeper is not None and not keeper.is_abandoned:
             self.inbox.leave(complete=outcome == OUTCOME_OK)
         self.inbox.cancel()
         if self.is_admitted:

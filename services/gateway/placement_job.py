@@ -29,6 +29,10 @@ class Keeper(Protocol):
     def keep_s(self) -> float:
         """Seconds without a reader after which a worker forgets them."""
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody will come back for them."""
+
     def placed(self, grant: Grant, attempt: int, *, is_resumed: bool) -> None:
         """A worker has it from now on. is_resumed: it has begun with output that is known."""
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import structlog
 from kvmesh.v1 import inference_pb2, openai_pb2
 from kvmesh.v1.inference_pb2_grpc import add_InferenceServicer_to_server
-from kvmesh.v1.openai_pb2_grpc import add_OpenAIServicer_to_server
+from kvmesh.v1.openai_pb2_grpc import add_OpenAIFilesServicer_to_server, add_OpenAIServicer_to_server
 
 from services.common.fair_queue import StarvationBound
 from services.common.models import resolve_model
@@ -20,6 +20,8 @@ from services.common.security import MeshSecret
 from services.gateway.admission import Admission
 from services.gateway.api.native import InferenceService
 from services.gateway.api.openai_service import OpenAIService
+from services.gateway.batches.parts import Batches, build_batches
+from services.gateway.batches.service import FilesService
 from services.gateway.beginning import Beginner
 from services.gateway.catalog import ModelCatalog
 from services.gateway.config import GatewaySettings
@@ -76,6 +78,7 @@ class GatewayServer:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.core = self._build_core(settings, secret)
+        self.batches: Batches | None = build_batches(settings, self.core, self._generations.client, instance)
         self._server = MeshServer(settings.listen, secret=None)
         self._server.add(
             add_InferenceServicer_to_server,
@@ -86,6 +89,11 @@ class GatewayServer:
             add_OpenAIServicer_to_server,
             OpenAIService(self.core, heartbeat_s=settings.heartbeat_s),
             openai_pb2.DESCRIPTOR.services_by_name["OpenAI"].full_name,
+        )
+        self._server.add(
+            add_OpenAIFilesServicer_to_server,
+            FilesService(self.core, self.batches),
+            openai_pb2.DESCRIPTOR.services_by_name["OpenAIFiles"].full_name,
         )
         self.address = ""
 
@@ -187,6 +195,8 @@ class GatewayServer:
                 "quotas": self.quotas.run(),
                 "queues": QueueReporter(self.core.placement.line, self.router.report).run(),
             }
+            if self.batches is not None:
+                parts["batches"] = self.batches.runner.run()
             self._tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
             await self._generations.started()
             self.address = await self._server.start(self._settings.advertise_host)
@@ -196,6 +206,8 @@ class GatewayServer:
             yield self
         finally:
             await self._server.stop(0)
+            if self.batches is not None:
+                await self.batches.close()
             for task in self._tasks:
                 task.cancel()
             for result in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -227,6 +239,8 @@ class GatewayServer:
         """
         self.core.admission.draining = True
         await self._server.set_ready(False)
+        if self.batches is not None:
+            await self.batches.runner.stop()
         ends_s = time.monotonic() + self._settings.drain_deadline_s
         _log.info("draining", inflight=self.core.admission.total)
         while self.core.admission.total and time.monotonic() < ends_s:  # noqa: ASYNC110

@@ -32,6 +32,7 @@ class Session:
 
     names: what follows from its idempotency key. keyed: its run under the key, where it is the one that runs.
     replay_of: the run of another request with the key whose answer it reads. created_s: Unix time of the first of them.
+    is_offline: nobody waits for it, so it is of the least urgent class and has no objectives.
     """
 
     api: str
@@ -53,6 +54,7 @@ class Session:
     names: KeyedNames | None = None
     keyed: KeyedRun | None = None
     replay_of: str = ""
+    is_offline: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
     first_output_s: float = 0.0
     last_output_s: float = 0.0
@@ -92,6 +94,12 @@ class Session:
         self.span.set_status(Status(StatusCode.ERROR, type(error).__name__))
         self.close(shape_of(error).status, type(error).__name__)
 
+    def abandon(self) -> None:
+        """Close it, and have nobody keep what it has begun."""
+        if self.keyed is not None:
+            self.keyed.is_abandoned = True
+        self.close()
+
     def close(self, code: str = CANCELLED, error: str = "") -> None:
         """The end, one way or another; only the first call counts. code: gRPC status name."""
         if self._closed:
@@ -118,7 +126,7 @@ class Session:
                 prompt_tokens=figures.prompt_tokens,
                 output_tokens=figures.output_tokens,
             )
-        if self.generation is not None:
+        if self.generation is not None and not self.is_offline:
             self.metrics.record_timings(
                 model=self.model, queue_s=figures.route_s, ttft_s=figures.ttft_s, tpot_s=figures.tpot_s
             )

@@ -27,7 +27,7 @@ from google.api import httpbody_pb2 as google_dot_api_dot_httpbody__pb2
 from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/openai.proto\x12\tkvmesh.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x19google/api/httpbody.proto\x1a\x1bgoogle/protobuf/empty.proto\"\x1d\n\x0fGetModelRequest\x12\n\n\x02id\x18\x01 \x01(\t2\x81\x04\n\x06OpenAI\x12`\n\x0f\x43hatCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19\"\x14/v1/chat/completions:\x01*0\x01\x12W\n\x0b\x43ompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14\"\x0f/v1/completions:\x01*0\x01\x12N\n\nListModels\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x12\x82\xd3\xe4\x93\x02\x0c\x12\n/v1/models\x12X\n\x08GetModel\x12\x1a.kvmesh.v1.GetModelRequest\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14\x12\x12/v1/models/{id=**}\x12I\n\x07Healthz\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n\x12\x08/healthz\x12G\n\x06Readyz\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\x12\x07/readyzb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/openai.proto\x12\tkvmesh.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x19google/api/httpbody.proto\x1a\x1bgoogle/protobuf/empty.proto\"\x1d\n\x0fGetModelRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x19\n\x0b\x46ileRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1a\n\x0c\x42\x61tchRequest\x12\n\n\x02id\x18\x01 \x01(\t\"P\n\x10ListFilesRequest\x12\x0f\n\x07purpose\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x05\x12\r\n\x05order\x18\x03 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x04 \x01(\t\"2\n\x12ListBatchesRequest\x12\r\n\x05limit\x18\x01 \x01(\x05\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t2\x81\x04\n\x06OpenAI\x12`\n\x0f\x43hatCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19\"\x14/v1/chat/completions:\x01*0\x01\x12W\n\x0b\x43ompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14\"\x0f/v1/completions:\x01*0\x01\x12N\n\nListModels\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x12\x82\xd3\xe4\x93\x02\x0c\x12\n/v1/models\x12X\n\x08GetModel\x12\x1a.kvmesh.v1.GetModelRequest\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14\x12\x12/v1/models/{id=**}\x12I\n\x07Healthz\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n\x12\x08/healthz\x12G\n\x06Readyz\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\x12\x07/readyz2\x99\x06\n\x0bOpenAIFiles\x12P\n\nCreateFile\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e\"\t/v1/files:\x01*(\x01\x12Q\n\tListFiles\x12\x1b.kvmesh.v1.ListFilesRequest\x1a\x14.google.api.HttpBody\"\x11\x82\xd3\xe4\x93\x02\x0b\x12\t/v1/files\x12O\n\x07GetFile\x12\x16.kvmesh.v1.FileRequest\x1a\x14.google.api.HttpBody\"\x16\x82\xd3\xe4\x93\x02\x10\x12\x0e/v1/files/{id}\x12`\n\x0eGetFileContent\x12\x16.kvmesh.v1.FileRequest\x1a\x14.google.api.HttpBody\"\x1e\x82\xd3\xe4\x93\x02\x18\x12\x16/v1/files/{id}/content0\x01\x12R\n\nDeleteFile\x12\x16.kvmesh.v1.FileRequest\x1a\x14.google.api.HttpBody\"\x16\x82\xd3\xe4\x93\x02\x10*\x0e/v1/files/{id}\x12Q\n\x0b\x43reateBatch\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x16\x82\xd3\xe4\x93\x02\x10\"\x0b/v1/batches:\x01*\x12W\n\x0bListBatches\x12\x1d.kvmesh.v1.ListBatchesRequest\x1a\x14.google.api.HttpBody\"\x13\x82\xd3\xe4\x93\x02\r\x12\x0b/v1/batches\x12S\n\x08GetBatch\x12\x17.kvmesh.v1.BatchRequest\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12\x12\x10/v1/batches/{id}\x12]\n\x0b\x43\x61ncelBatch\x12\x17.kvmesh.v1.BatchRequest\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19\"\x17/v1/batches/{id}/cancelb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,8 +46,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENAI'].methods_by_name['Healthz']._serialized_options = b'\202\323\344\223\002\n\022\010/healthz'
   _globals['_OPENAI'].methods_by_name['Readyz']._loaded_options = None
   _globals['_OPENAI'].methods_by_name['Readyz']._serialized_options = b'\202\323\344\223\002\t\022\007/readyz'
+  _globals['_OPENAIFILES'].methods_by_name['CreateFile']._loaded_options = None
+  _globals['_OPENAIFILES'].methods_by_name['CreateFile']._serialized_options = b'\202\323\344\223\002\016\"\t/v1/files:\001*'
+  _globals['_OPENAIFILES'].methods_by_name['ListFiles']._loaded_options = None
+  _globals['_OPENAIFILES'].methods_by_name['ListFiles']._serialized_options = b'\202\323\344\223\002\013\022\t/v1/files'
+  _globals['_OPENAIFILES'].methods_by_name['GetFile']._loaded_options = None
+  _globals['_OPENAIFILES'].methods_by_name['GetFile']._serialized_options = b'\202\323\344\223\002\020\022\016/v1/files/{id}'
+  _globals['_OPENAIFILES'].methods_by_name['GetFileContent']._loaded_options = None
+  _globals['_OPENAIFILES'].methods_by_name['GetFileContent']._serialized_options = b'\202\323\344\223\002\030\022\026/v1/files/{id}/content'
+  _globals['_OPENAIFILES'].methods_by_name['DeleteFile']._loaded_options = None
+  _globals['_OPENAIFILES'].methods_by_name['DeleteFile']._serialized_options = b'\202\323\344\223\002\020*\016/v1/files/{id}'
+  _globals['_OPENAIFILES'].methods_by_name['CreateBatch']._loaded_options = None
+  _globals['_OPENAIFILES'].methods_by_name['CreateBatch']._serialized_options = b'\202\323\344\223\002\020\"\013/v1/batches:\001*'
+  _globals['_OPENAIFILES'].methods_by_name['ListBatches']._loaded_options = None
+  _globals['_OPENAIFILES'].methods_by_name['ListBatches']._serialized_options = b'\202\323\344\223\002\r\022\013/v1/batches'
+  _globals['_OPENAIFILES'].methods_by_name['GetBatch']._loaded_options = None
+  _globals['_OPENAIFILES'].methods_by_name['GetBatch']._serialized_options = b'\202\323\344\223\002\022\022\020/v1/batches/{id}'
+  _globals['_OPENAIFILES'].methods_by_name['CancelBatch']._loaded_options = None
+  _globals['_OPENAIFILES'].methods_by_name['CancelBatch']._serialized_options = b'\202\323\344\223\002\031\"\027/v1/batches/{id}/cancel'
   _globals['_GETMODELREQUEST']._serialized_start=123
   _globals['_GETMODELREQUEST']._serialized_end=152
-  _globals['_OPENAI']._serialized_start=155
-  _globals['_OPENAI']._serialized_end=668
+  _globals['_FILEREQUEST']._serialized_start=154
+  _globals['_FILEREQUEST']._serialized_end=179
+  _globals['_BATCHREQUEST']._serialized_start=181
+  _globals['_BATCHREQUEST']._serialized_end=207
+  _globals['_LISTFILESREQUEST']._serialized_start=209
+  _globals['_LISTFILESREQUEST']._serialized_end=289
+  _globals['_LISTBATCHESREQUEST']._serialized_start=291
+  _globals['_LISTBATCHESREQUEST']._serialized_end=341
+  _globals['_OPENAI']._serialized_start=344
+  _globals['_OPENAI']._serialized_end=857
+  _globals['_OPENAIFILES']._serialized_start=860
+  _globals['_OPENAIFILES']._serialized_end=1653
 # @@protoc_insertion_point(module_scope)

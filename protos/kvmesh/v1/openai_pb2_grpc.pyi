@@ -106,3 +106,109 @@ class OpenAIServicer(metaclass=_abc_1.ABCMeta):
         """A request for at least one model would be served; UNAVAILABLE otherwise."""
 
 def add_OpenAIServicer_to_server(servicer: OpenAIServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class OpenAIFilesStub:
+    """Files and batches of requests, as raw bodies too."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> OpenAIFilesAsyncStub: ...
+    CreateFile: _grpc.StreamUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """A multipart/form-data body, in parts of any size."""
+    ListFiles: _grpc.UnaryUnaryMultiCallable[_openai_pb2.ListFilesRequest, _httpbody_pb2.HttpBody]
+    GetFile: _grpc.UnaryUnaryMultiCallable[_openai_pb2.FileRequest, _httpbody_pb2.HttpBody]
+    GetFileContent: _grpc.UnaryStreamMultiCallable[_openai_pb2.FileRequest, _httpbody_pb2.HttpBody]
+    """The bytes of the file, in parts."""
+    DeleteFile: _grpc.UnaryUnaryMultiCallable[_openai_pb2.FileRequest, _httpbody_pb2.HttpBody]
+    CreateBatch: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    ListBatches: _grpc.UnaryUnaryMultiCallable[_openai_pb2.ListBatchesRequest, _httpbody_pb2.HttpBody]
+    GetBatch: _grpc.UnaryUnaryMultiCallable[_openai_pb2.BatchRequest, _httpbody_pb2.HttpBody]
+    CancelBatch: _grpc.UnaryUnaryMultiCallable[_openai_pb2.BatchRequest, _httpbody_pb2.HttpBody]
+
+@_typing.type_check_only
+class OpenAIFilesAsyncStub(OpenAIFilesStub):
+    """Files and batches of requests, as raw bodies too."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    CreateFile: _aio.StreamUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """A multipart/form-data body, in parts of any size."""
+    ListFiles: _aio.UnaryUnaryMultiCallable[_openai_pb2.ListFilesRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    GetFile: _aio.UnaryUnaryMultiCallable[_openai_pb2.FileRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    GetFileContent: _aio.UnaryStreamMultiCallable[_openai_pb2.FileRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """The bytes of the file, in parts."""
+    DeleteFile: _aio.UnaryUnaryMultiCallable[_openai_pb2.FileRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    CreateBatch: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    ListBatches: _aio.UnaryUnaryMultiCallable[_openai_pb2.ListBatchesRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    GetBatch: _aio.UnaryUnaryMultiCallable[_openai_pb2.BatchRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    CancelBatch: _aio.UnaryUnaryMultiCallable[_openai_pb2.BatchRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+
+class OpenAIFilesServicer(metaclass=_abc_1.ABCMeta):
+    """Files and batches of requests, as raw bodies too."""
+
+    @_abc_1.abstractmethod
+    def CreateFile(
+        self,
+        request_iterator: _MaybeAsyncIterator[_httpbody_pb2.HttpBody],
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """A multipart/form-data body, in parts of any size."""
+
+    @_abc_1.abstractmethod
+    def ListFiles(
+        self,
+        request: _openai_pb2.ListFilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def GetFile(
+        self,
+        request: _openai_pb2.FileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def GetFileContent(
+        self,
+        request: _openai_pb2.FileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """The bytes of the file, in parts."""
+
+    @_abc_1.abstractmethod
+    def DeleteFile(
+        self,
+        request: _openai_pb2.FileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def CreateBatch(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def ListBatches(
+        self,
+        request: _openai_pb2.ListBatchesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def GetBatch(
+        self,
+        request: _openai_pb2.BatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def CancelBatch(
+        self,
+        request: _openai_pb2.BatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]: ...
+
+def add_OpenAIFilesServicer_to_server(servicer: OpenAIFilesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

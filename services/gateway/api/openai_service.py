@@ -15,14 +15,8 @@ from kvmesh.v1.openai_pb2_grpc import OpenAIServicer
 from services.gateway.api.edge import Context, abort, as_gateway_error, metadata_of, on_end, send_headers
 from services.gateway.api.event_outlet import EventOutlet
 from services.gateway.api.openai_parse import CHAT, COMPLETIONS
-from services.gateway.api.openai_render import (
-    JSON,
-    Reply,
-    StreamRenderer,
-    WholeRenderer,
-    encode,
-    error_event,
-)
+from services.gateway.api.openai_render import JSON, StreamRenderer, encode, error_event
+from services.gateway.api.openai_whole import reply_of, whole_answer
 from services.gateway.beginning import Begun
 from services.gateway.core import Core
 from services.gateway.errors import GatewayError, ModelUnavailable
@@ -87,12 +81,14 @@ class OpenAIService(OpenAIServicer):
             session = self._core.open(endpoint, metadata_of(context), context.time_remaining())
             on_end(context, session)
             begun = await self._core.beginner.begin_openai(session, endpoint, request.data)
-            plan, reply_format = begun.plan, begun.reply
-            assert reply_format is not None
-            vocabulary = self._core.catalog.text_model(plan.model).vocabulary
-            reply = Reply(plan, reply_format, vocabulary, request_id=session.answer_id, created_s=session.created_s)
-            if not reply_format.stream:
-                yield HttpBody(content_type=JSON, data=await _whole(session, begun, WholeRenderer(reply), context))
+            reply = reply_of(self._core.catalog, session, begun)
+            if not reply.format.stream:
+
+                async def on_accepted(event: Accepted) -> None:
+                    assert session is not None
+                    await send_headers(context, session, event.worker_id, event.cached_tokens)
+
+                yield HttpBody(content_type=JSON, data=await whole_answer(session, begun, reply, on_accepted))
             else:
                 await self._stream(session, begun, StreamRenderer(reply), context)
             session.close(OK)
@@ -141,23 +137,6 @@ def _render(events: list[Event], renderer: StreamRenderer) -> bytes:
         if not isinstance(event, Accepted)
     ]
     return b"".join(parts)
-
-
-async def _whole(session: Session, begun: Begun, renderer: WholeRenderer, context: Context) -> bytes:
-    generation, events = begun.generation, begun.events
-    headers_sent = False
-    while events:
-        for event in events:
-            if isinstance(event, Delta):
-                session.output_seen()
-                renderer.delta(event)
-            elif not isinstance(event, Accepted):
-                renderer.finish(event)
-            elif not headers_sent:
-                headers_sent = True
-                await send_headers(context, session, event.worker_id, event.cached_tokens)
-        events = await generation.read()
-    return renderer.body(generation.usage())
 
 
 def _json(value: Any) -> HttpBody:

@@ -1,0 +1,38 @@
+"""An answer that is given as one object, whoever reads it: an HTTP client or a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from services.gateway.api.openai_render import Reply, WholeRenderer
+from services.gateway.beginning import Begun
+from services.gateway.catalog import ModelCatalog
+from services.gateway.output import Accepted, Delta
+from services.gateway.session import Session
+
+
+def reply_of(catalog: ModelCatalog, session: Session, begun: Begun) -> Reply:
+    """What the answer of an OpenAI request is written with. Raises GatewayError when its model has just gone."""
+    assert begun.reply is not None
+    vocabulary = catalog.text_model(begun.plan.model).vocabulary
+    return Reply(begun.plan, begun.reply, vocabulary, request_id=session.answer_id, created_s=session.created_s)
+
+
+async def whole_answer(
+    session: Session, begun: Begun, reply: Reply, on_accepted: Callable[[Accepted], Awaitable[None]] | None = None
+) -> bytes:
+    """Read to the end; the JSON object. on_accepted: told once, of the first prompt. Raises GatewayError."""
+    renderer = WholeRenderer(reply)
+    generation, events = begun.generation, begun.events
+    while events:
+        for event in events:
+            if isinstance(event, Delta):
+                session.output_seen()
+                renderer.delta(event)
+            elif not isinstance(event, Accepted):
+                renderer.finish(event)
+            elif on_accepted is not None:
+                notify, on_accepted = on_accepted, None
+                await notify(event)
+        events = await generation.read()
+    return renderer.body(generation.usage())

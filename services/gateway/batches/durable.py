@@ -1,0 +1,58 @@
+"""Files that are written once: they appear whole or not at all, and the first of several writers wins.
+
+A hard link is what decides, so that it holds for processes on several machines that share a POSIX file system.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def create(path: Path, data: bytes) -> bool:
+    """Make a file of mode 0600; False, and nothing is changed, where there is one. Raises OSError."""
+    temporary = temporary_beside(path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def publish(written: Path, path: Path) -> bool:
+    """Give a file, complete and on disk, its name as well; False where another has it. Raises OSError."""
+    try:
+        os.link(written, path)
+    except FileExistsError:
+        return False
+    sync_folder(path.parent)
+    return True
+
+
+def make_folder(path: Path) -> None:
+    """With its parents, for this user alone. Raises OSError."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name in the same folder for what is not complete; see `is_temporary`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file was not complete when its writer last wrote."""
+    return name.startswith(".")
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder survive a loss of power. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
