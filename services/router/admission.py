@@ -33,13 +33,14 @@ BoolArray = npt.NDArray[np.bool_]
 class AdmissionConfig:
     """max_queue_s: the grant limit, work in a worker's queue.
 
-    queue_shares, pace_shares: of the limit, and of the TPOT promised to those that a worker has, by PriorityClass, 1
-    where absent: lower classes leave room for higher ones.
+    queue_shares, pace_shares, place_shares: of the limit, of the TPOT promised to those that a worker has, and of its
+    places for running sequences, by PriorityClass, 1 where absent: lower classes leave room for higher ones.
     """
 
     max_queue_s: float = 0.2
     queue_shares: Mapping[int, float] = field(default_factory=lambda: {RequestClass.BATCH: 0.5})
     pace_shares: Mapping[int, float] = field(default_factory=lambda: {RequestClass.BATCH: 0.8})
+    place_shares: Mapping[int, float] = field(default_factory=lambda: {RequestClass.BATCH: 0.5})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ def admissible(
     if not early.any():
         return _too_late(costs, _time_left_s(ask), forecast)
     able = early & keeps_pace
+    if ask.priority in config.place_shares and not ask.resumes:
+        able &= idle | _has_place(ask, rows, config.place_shares[ask.priority])
     queue_limit_s = config.max_queue_s * config.queue_shares.get(ask.priority, 1.0)
     below = idle | (costs.queue_s <= queue_limit_s)
     if np.count_nonzero(below) == len(below):
@@ -94,6 +97,13 @@ def paced(ask: Ask, rows: WorkerRows, costs: Costs, config: AdmissionConfig) -> 
 
 def _is_idle(rows: WorkerRows) -> BoolArray:
     result: BoolArray = rows["running"] + rows["waiting"] + rows["pending"] + rows["queued_tokens"] == 0
+    return result
+
+
+def _has_place(ask: Ask, rows: WorkerRows, share: float) -> BoolArray:
+    """Where the request leaves the rest of the places to others: who holds one holds it for a whole output."""
+    taken = rows["running"] + rows["waiting"] + rows["pending"] + ask.num_choices
+    result: BoolArray = taken <= share * rows["max_running"]
     return result
 
 
@@ -132,7 +142,7 @@ def _too_late(costs: Costs, limit_s: float, forecast: Forecast) -> Refused:
 
 def _full(costs: Costs, able: BoolArray, queue_limit_s: float, forecast: Forecast) -> Refused:
     if not able.any():
-        detail = "every worker decodes too slowly for the request at its present load"
+        detail = "every worker is too slow, or has no place for the request's class, at its present load"
         return Refused(RefusalReason.OVERLOADED, detail, max(RETRY_S, forecast.backlog_s))
     queue_s = float(costs.queue_s[able].min())
     retry_after_s = max(RETRY_S, queue_s + forecast.backlog_s)

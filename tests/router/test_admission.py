@@ -128,6 +128,19 @@ def test_batch_leaves_room_in_the_queue_for_the_others() -> None:
     scene.grant(batch)
 
 
+def test_batch_leaves_half_of_a_workers_places_to_the_others() -> None:
+    most = IDENTITY.max_running_requests // 2
+    scene = scene_of(replace(IDLE, running_requests=most))
+    batch = scene.ask(chain(2), priority=RequestClass.BATCH)
+    assert scene.refusal(batch).reason is RefusalReason.OVERLOADED
+    for priority in (0, RequestClass.INTERACTIVE, RequestClass.STANDARD):
+        scene.grant(replace(batch, priority=priority))
+    # What a worker had admitted goes on wherever there is any.
+    scene.grant(replace(batch, resumes=True))
+    scene.table.report(WorkerId("w0"), replace(IDLE, running_requests=most - 1), NOW_S)
+    scene.grant(batch)
+
+
 def test_objectives_that_no_worker_keeps_refuse_until_the_work_has_drained() -> None:
     scene = scene_of(queueing(4 * RATE), queueing(3 * RATE))
     late = scene.refusal(scene.ask(chain(2), ttft_objective_s=1.0))
