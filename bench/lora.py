@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_adapters(folder: Path, config: ModelConfig, count: int) -> list[Path]:
-    return [write_random_adapter(folder / str(number), config, seed=number, rank=RANK) for number in range(count)]
+    return [
+        write_random_adapter(folder / str(number), config, seed=number, rank=RANK, dtype=torch.bfloat16)
+        for number in range(count)
+    ]
 
 
 def _speeds(path: Path, folders: Sequence[Path], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from deploy.envoy.settings import EnvoyConfigurationError
 from services.cli.commands import service
 from services.cli.commands.chat import chat
 from services.cli.commands.ctl import ctl
+from services.cli.commands.ctl_adapters import adapter
 from services.cli.commands.ctl_control import COMMANDS as CONTROL_COMMANDS
 from services.cli.commands.ctl_explain import explain
 from services.cli.commands.ctl_workers import load, memory, unload
@@ -36,6 +37,7 @@ app.command()(logs)
 app.command()(chat)
 app.command()(doctor)
 ctl.add_typer(kv, name="kv")
+ctl.add_typer(adapter, name="adapter")
 ctl.command()(memory)
 ctl.command()(load)
 ctl.command()(unload)

@@ -21,6 +21,7 @@ from opentelemetry import trace
 
 from services.common.blocks import owner_digest
 from services.common.fair_queue import RequestClass
+from services.gateway.adapters import base_and_adapter
 from services.gateway.api.openai_parse import ReplyFormat
 from services.gateway.catalog import ModelCatalog
 from services.gateway.errors import AnswerNotKept, ModelUnavailable, ObjectiveUnmet
@@ -71,12 +72,18 @@ class Beginner:
 
     async def begin_openai(self, session: Session, endpoint: str, body: bytes) -> Begun:
         """Begin an OpenAI body. Raises GatewayError."""
-        job = Job(views=self.catalog.views, tenant=session.tenant, endpoint=endpoint, body=body)
+        job = Job(
+            views=self.catalog.views,
+            adapters=self.catalog.adapters,
+            tenant=session.tenant,
+            endpoint=endpoint,
+            body=body,
+        )
         return await self._begin(session, job, body)
 
     async def begin_native(self, session: Session, request: GenerationRequest) -> Begun:
         """Begin a native request. Raises GatewayError."""
-        job = Job(views=self.catalog.views, tenant=session.tenant, request=request)
+        job = Job(views=self.catalog.views, adapters=self.catalog.adapters, tenant=session.tenant, request=request)
         return await self._begin(session, job, msgspec.msgpack.encode(request, order="sorted"))
 
     async def _begin(self, session: Session, job: Job, body: bytes) -> Begun:
@@ -127,7 +134,7 @@ class Beginner:
         session.settle = use.settle
         if session.keyed is not None:
             use.keyed = session.keyed
-            session.keyed.begin(plan.model, plan.model_digest, len(plan.prompts))
+            session.keyed.begin(plan.name, plan.made_with, len(plan.prompts))
         session.generation = use.generation = self._generation(plan, self._streams(session, plan))
         events = await session.generation.read()
         use.is_taken = True
@@ -136,7 +143,12 @@ class Beginner:
 
     async def _attach(self, session: Session, job: Job, claim: Claim) -> Begun:
         """Read what workers have of an earlier request with this key. Raises AnswerNotKept."""
-        views = only(job.views, claim.model, claim.model_digest)
+        base, adapter = base_and_adapter(claim.model, job.views, job.adapters)
+        model_digest = claim.model_digest
+        if adapter is not None:
+            # Under another content of the adapter no version has what is left.
+            model_digest = model_digest.removesuffix(adapter.digest)
+        views = only(job.views, base, model_digest)
         if views is None:
             raise AnswerNotKept("the model of the answer is no longer served")
         prepared = await self._prepare(session, msgspec.structs.replace(job, views=views, model=claim.model))
@@ -223,6 +235,7 @@ class Beginner:
             ttft_at_s=session.started_s + ttft_s if ttft_s else math.inf,
             tpot_s=plan.tpot_s or objectives.tpot_s,
             traceparent=session.traceparent,
+            adapter=plan.adapter,
             keeper=session.keyed.keeper(index) if session.keyed is not None else None,
         )
 

@@ -13,6 +13,7 @@ import structlog
 from kvmesh.v1.inference_pb2 import ModelInfo, ModelVersionInfo
 from kvmesh.v1.router_pb2 import ModelSnapshot, ModelTraffic, ServedModel
 
+from services.gateway.adapters import SEPARATOR, Adapters, AdapterView, base_and_adapter
 from services.gateway.errors import ModelNotFound, ModelUnavailable
 from services.gateway.planning import ModelView
 from services.gateway.text.text_model import TextModel
@@ -42,6 +43,8 @@ class ModelCatalog:
         self.texts = {text.name: text for text in texts}
         # Of each name the versions that requests may get.
         self.views: Views = {}
+        # Those that requests may name.
+        self.adapters: Adapters = {}
         # Versions with traffic that no worker is ready for, or whose tokenizer this gateway has not: others get it.
         self.unserved: frozenset[tuple[str, str]] = frozenset()
         self._served: dict[str, tuple[_Version, ...]] = {}
@@ -58,16 +61,25 @@ class ModelCatalog:
             name: _versions([model for model in usable if model.name == name], traffic.get(name)) for name in names
         }
         self.views = {name: views for name, versions in self._served.items() if (views := _views(versions))}
+        self.adapters = {
+            f"{one.model}{SEPARATOR}{one.name}": AdapterView(one.digest, one.rank, one.path, one.created_s)
+            for one in snapshot.adapters
+        }
         self._report_versions(snapshot)
         self._report_shortfalls(traffic.values())
 
     def text_model(self, name: str) -> TextModel:
         """The text side of a served model. Raises ModelNotFound or ModelUnavailable."""
         self.check(name)
-        return self.texts[name]
+        return self.texts[self.base(name)]
+
+    def base(self, name: str) -> str:
+        """The base model of an adapter's name; other names are their own."""
+        return base_and_adapter(name, self.views, self.adapters)[0]
 
     def check(self, name: str) -> None:
         """Raise ModelNotFound or ModelUnavailable unless requests for `name` can be prepared."""
+        name = self.base(name)
         if name in self.views:
             return
         if name in self._mismatched:
@@ -86,6 +98,12 @@ class ModelCatalog:
     def info(self, name: str) -> ModelInfo:
         """Public description. Raises ModelNotFound or ModelUnavailable."""
         self.check(name)
+        base, adapter = base_and_adapter(name, self.views, self.adapters)
+        if adapter is not None:
+            described = self.info(base)
+            described.name, described.parent, described.created_s = name, base, adapter.created_s
+            described.adapter_digest, described.adapter_rank = adapter.digest.hex(), adapter.rank
+            return described
         versions = self._served[name]
         shares = _shares(versions)
         main = max(zip(shares, versions, strict=True), key=lambda pair: pair[0])[1].served
@@ -101,8 +119,9 @@ class ModelCatalog:
         )
 
     def infos(self) -> list[ModelInfo]:
-        """All served models, by name."""
-        return [self.info(name) for name in sorted(self.views)]
+        """All served models and their adapters, by name."""
+        adapters = [name for name in self.adapters if self.base(name) in self.views]
+        return [self.info(name) for name in sorted({*self.views, *adapters})]
 
     @property
     def is_ready(self) -> bool:

@@ -13,7 +13,8 @@ from kvmesh.v1.worker_pb2 import KnownOutput, WorkerGenerateRequest
 
 from services.common.blocks import BLOCK_ID_BYTES, BlockId, chain_block_ids, join_ids
 from services.common.fair_queue import RequestClass
-from services.common.release import GRAMMAR_PROTOCOL
+from services.common.release import ADAPTER_PROTOCOL, GRAMMAR_PROTOCOL
+from services.gateway.adapters import AdapterView
 from services.gateway.output_record import OutputRecord
 from services.gateway.request import PromptPlan
 from services.gateway.tickets import Wanted
@@ -63,6 +64,7 @@ class PlacementJob:
     ttft_at_s: float
     tpot_s: float
     traceparent: str
+    adapter: AdapterView | None = None
     keeper: Keeper | None = None
 
     def wanted(self, *, is_accepted: bool) -> Wanted:
@@ -81,7 +83,19 @@ class PlacementJob:
     @property
     def protocol(self) -> int:
         """Least WorkerIdentity.protocol of whoever may run it; 0: any."""
+        if self.adapter is not None:
+            return ADAPTER_PROTOCOL
         return GRAMMAR_PROTOCOL if self.sampling.grammar else 0
+
+    @property
+    def requirements(self) -> Requirements | None:
+        """What the worker must have beyond the model; None: nothing."""
+        if not self.protocol:
+            return None
+        requires = Requirements(protocol=self.protocol)
+        if self.adapter is not None:
+            requires.adapter_digest, requires.adapter_rank = self.adapter.digest, self.adapter.rank
+        return requires
 
     def objectives_left(self, now_s: float) -> Objectives:
         """What is left of the objectives. now_s: monotonic time."""
@@ -104,7 +118,7 @@ class PlacementJob:
             excluded_workers=excluded,
             traceparent=self.traceparent,
             objectives=objectives,
-            requires=Requirements(protocol=self.protocol) if self.protocol else None,
+            requires=self.requirements,
             can_hand_off=True,
         )
 
@@ -142,6 +156,8 @@ class PlacementJob:
             hold_s=hold_s,
             keep_s=self.keeper.keep_s if self.keeper is not None else 0.0,
         )
+        if self.adapter is not None:
+            rest.adapter.digest, rest.adapter.path = self.adapter.digest, self.adapter.path
         request.MergeFrom(rest)
         return request
 

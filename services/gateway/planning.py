@@ -8,6 +8,7 @@ import msgspec
 from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
 from services.common.blocks import BlockId, block_root, cache_namespace, chain_block_ids, join_ids
+from services.gateway.adapters import AdapterView
 from services.gateway.errors import ContextLengthExceeded, InvalidRequest
 from services.gateway.request import GenerationRequest, Plan, PromptPlan, Sampling, check_request
 from services.gateway.text.detokenizer import decode_all
@@ -46,7 +47,13 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 def make_plan(
-    request: GenerationRequest, *, text: TextModel, view: ModelView, tenant: Tenant, block_key: bytes
+    request: GenerationRequest,
+    *,
+    text: TextModel,
+    view: ModelView,
+    tenant: Tenant,
+    block_key: bytes,
+    adapter: AdapterView | None = None,
 ) -> Plan:
     """Check `request` against its model and prepare it. Raises InvalidRequest or ContextLengthExceeded."""
     check_request(request)
@@ -64,6 +71,7 @@ def make_plan(
             cleared=tenant.cleared,
             cache_salt=request.cache_salt,
         ),
+        adapter_digest=adapter.digest if adapter is not None else None,
     )
     field = "messages" if request.chat is not None else "prompt"
     if request.chat is not None:
@@ -90,6 +98,8 @@ def make_plan(
         tpot_s=request.tpot_s,
         form=request.form,
         vocab_size=view.vocab_size,
+        name=request.model,
+        adapter=adapter,
     )
 
 

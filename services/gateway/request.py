@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from kvmesh.v1.common_pb2 import PriorityClass
 
+from services.gateway.adapters import AdapterView
 from services.gateway.errors import InvalidRequest
 
 MAX_CHOICES = 16
@@ -110,6 +111,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float
     form: AnswerForm | None = None
     vocab_size: int = 0
+    # As the request named its model.
+    name: str = ""
+    adapter: AdapterView | None = None
+
+    @property
+    def made_with(self) -> bytes:
+        """Digests of all weights that the answer depends on."""
+        return self.model_digest + (self.adapter.digest if self.adapter is not None else b"")
 
     @property
     def most_output_tokens(self) -> int:

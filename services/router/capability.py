@@ -48,6 +48,8 @@ def _meets(identity: Identity | None, requires: Requirements) -> bool:
         identity is not None
         and requires.dtype in ("", identity.dtype)
         and requires.device in ("", identity.device)
-        and (not requires.adapter or requires.adapter in identity.adapters)
+        and (
+            not requires.adapter or (identity.adapter_slots > 0 and requires.adapter_rank <= identity.max_adapter_rank)
+        )
         and requires.protocol <= identity.protocol
     )

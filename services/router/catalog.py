@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.router.control.entries import ModelEntry
+from services.router.control.entries import AdapterEntry, ModelEntry
 from services.router.domain import Identity
 from services.router.workers import WorkerTable
 
@@ -23,10 +23,11 @@ class CatalogEntry:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Models of workers, and what is registered of each public name."""
+    """Models of workers, what is registered of each public name, and adapters by base model and name."""
 
     entries: tuple[CatalogEntry, ...] = ()
     registered: tuple[tuple[str, ModelEntry], ...] = ()
+    adapters: tuple[tuple[tuple[str, str], AdapterEntry], ...] = ()
 
 
 def list_models(table: WorkerTable, serving: npt.NDArray[np.bool_]) -> tuple[CatalogEntry, ...]:

@@ -171,6 +171,8 @@ class Decisions:
         tpot_s = 0.0 if placement.handoff else ask.tpot_objective_s
         pending = PendingAttempt.of(placement, now_s, priority=ask.priority, tpot_s=tpot_s)
         self.table.grant(placement.worker_id, attempt, pending)
+        if ask.requires.adapter:
+            self.table.workers[placement.worker_id].adapters.granted(ask.requires.adapter, now_s)
         self.outbox.put(GrantedNews(placement.worker_id, placement.worker_epoch, attempt, pending))
         opened[attempt] = OpenAttempt(
             placement.worker_id,

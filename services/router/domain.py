@@ -36,11 +36,15 @@ class AttemptId:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a worker must have beyond the model: empty fields ask for nothing."""
+    """What a worker must have beyond the model: empty fields ask for nothing.
+
+    adapter: digest of one that it can load, of that rank; who has it loaded is better.
+    """
 
     dtype: str = ""
     device: str = ""
-    adapter: str = ""
+    adapter: bytes = b""
+    adapter_rank: int = 0
     protocol: int = 0
 
 
@@ -96,8 +100,10 @@ class Identity:
     # "both", "prefill" or "decode"; "cpu" or "cuda", empty: not told.
     role: str = "both"
     device: str = ""
-    adapters: frozenset[str] = frozenset()
     protocol: int = FIRST_PROTOCOL
+    # Adapters that can be resident at once, and their highest rank.
+    adapter_slots: int = 0
+    max_adapter_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,10 @@ class Load:
     admitted: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
     holders: tuple[HolderLinks, ...] = ()
+    # Digests of the resident adapters, places that another could have now, and the seconds of loading one.
+    adapters: frozenset[bytes] = frozenset()
+    idle_adapter_slots: int = 0
+    adapter_load_s: float = 0.0
 
 
 class RefusalReason(Enum):

@@ -7,7 +7,7 @@ import time
 from kvmesh.v1 import router_pb2
 
 from services.router.catalog import CatalogEntry, Models
-from services.router.control.entries import ModelEntry
+from services.router.control.entries import AdapterEntry, ModelEntry
 from services.router.decisions import Decisions
 from services.router.domain import WorkerId
 
@@ -17,6 +17,7 @@ def model_snapshot(models: Models) -> router_pb2.ModelSnapshot:
     return router_pb2.ModelSnapshot(
         models=[_served_model(entry) for entry in models.entries],
         traffic=[_traffic(name, entry) for name, entry in models.registered],
+        adapters=[_served_adapter(model, name, entry) for (model, name), entry in models.adapters],
     )
 
 
@@ -80,6 +81,17 @@ def _served_model(entry: CatalogEntry) -> router_pb2.ServedModel:
         created_s=entry.created_s,
         vocab_size=identity.vocab_size,
         tokenizer_digest=identity.tokenizer_digest,
+    )
+
+
+def _served_adapter(model: str, name: str, entry: AdapterEntry) -> router_pb2.ServedAdapter:
+    return router_pb2.ServedAdapter(
+        name=name,
+        model=model,
+        digest=bytes.fromhex(entry.digest),
+        rank=entry.rank,
+        path=entry.path,
+        created_s=entry.created_s,
     )
 
 

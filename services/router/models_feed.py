@@ -34,7 +34,8 @@ class ModelsFeed:
     def refresh(self, now_s: float) -> None:
         """Tell subscribers if anything is different."""
         registered = sorted((name, entry) for name, entry in self._control.models.items() if entry.versions)
-        models = Models(list_models(self._table, self._table.serving(now_s)), tuple(registered))
+        adapters = tuple(sorted(self._control.adapters.items(), key=lambda item: item[0]))
+        models = Models(list_models(self._table, self._table.serving(now_s)), tuple(registered), adapters)
         if models != self.models:
             self.models = models
             self._changed.set()

@@ -184,7 +184,9 @@ class Placer:
         )
         pressure = self._table.pressure(candidates, asked.now_s, reuse=self.reuse.value)
         rows, correction = self._table.rows.pick(candidates), self._calibrations[asked.model].correction
-        view = PolicyView(rows, local_blocks, self._holders.arrays(sources, candidates), pressure, correction)
+        adapter = asked.ask.requires.adapter
+        loads = self._table.adapter_loads(candidates.rows, adapter, asked.now_s) if adapter else None
+        view = PolicyView(rows, local_blocks, self._holders.arrays(sources, candidates), pressure, correction, loads)
         return Side(candidates.rows, view, estimate(request, view), sources)
 
     def _pair(self, asked: _Asked, decode: Side, forecast: Forecast, *, may_wait: bool) -> Pair | None:

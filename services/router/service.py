@@ -164,7 +164,7 @@ def ask_of(message: router_pb2.Ask) -> Ask:
 
 
 def _requirements(message: router_pb2.Requirements) -> Requirements:
-    return Requirements(message.dtype, message.device, message.adapter, message.protocol)
+    return Requirements(message.dtype, message.device, message.adapter_digest, message.adapter_rank, message.protocol)
 
 
 def _model_queues(message: router_pb2.QueueReport) -> tuple[ModelQueue, ...]:

@@ -200,8 +200,9 @@ def identity_of(message: worker_pb2.WorkerIdentity) -> Identity:
         max_running_requests=message.max_running_requests,
         role=_ROLES.get(message.role, "both"),
         device=message.device,
-        adapters=frozenset(message.adapters),
         protocol=message.protocol or FIRST_PROTOCOL,
+        adapter_slots=message.adapter_slots,
+        max_adapter_rank=message.max_adapter_rank,
     )
 
 
@@ -227,6 +228,9 @@ def load_of(message: worker_pb2.WorkerLoad) -> Load:
         admitted=tuple(message.admitted),
         ended=tuple(message.ended),
         holders=tuple(_holder_of(one) for one in message.holders if one.kind in _KINDS),
+        adapters=frozenset(message.adapters),
+        idle_adapter_slots=message.idle_adapter_slots,
+        adapter_load_s=max(0.0, message.adapter_load_s),
     )
 
 

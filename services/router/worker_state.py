@@ -13,6 +13,7 @@ from services.router.policies.view import WorkerRows
 from services.router.promises import Promises
 from services.router.rates import StepSlope
 from services.router.recent_names import RecentNames
+from services.router.worker_adapters import WorkerAdapters
 
 # Of a worker that has measured none.
 DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
@@ -69,6 +70,7 @@ class Worker:
     # Attempts that reports have lately shown to be admitted or ended.
     shown: RecentNames = field(default_factory=RecentNames)
     promises: Promises = field(default_factory=Promises)
+    adapters: WorkerAdapters = field(default_factory=WorkerAdapters)
 
 
 def learned(rows: WorkerRows, worker: Worker, load: Load) -> tuple[float, ...]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from services.common.fair_queue import NUM_CLASSES, class_index
 from services.common.registry import LocationRecord
 from services.common.step_costs import assumed_costs
 from services.router.domain import AttemptId, Identity, Load, WorkerId
 from services.router.link_table import LinkTable
 from services.router.own_pauses import OwnPauses
-from services.router.policies.view import FloatArray, IntArray, Pressure
+from services.router.policies.view import AdapterLoads, FloatArray, IntArray, Pressure
 from services.router.recent_work import BUCKET_S, NUM_BUCKETS, RecentWork
 from services.router.roll_call import SUSPECT_S, BoolArray, Present, RollCall, serving, suspect
 from services.router.worker_rows import RowStore, Selection, host_number, name_hash
@@ -151,6 +153,7 @@ class WorkerTable:
             told_s = float(rows["told_s"][row])
             moved_s = float(rows["moved_s"][row]) if has_work else now_s
         worker.progress = load.progress
+        worker.adapters.told(load)
         self._attempts_shown(worker, load, has_work=has_work)
         speed = learned(self._rows, worker, load)
         stall_limit_s = max(SUSPECT_S, _SLOW_STEPS * float(rows["step_token_budget"][row]) / speed[0])
@@ -236,6 +239,14 @@ class WorkerTable:
             utilisation=float(prefill_share.mean()),
             arrivals_per_s=float(lately.grants.mean()) / lasted_s,
             reuse=reuse,
+        )
+
+    def adapter_loads(self, rows: IntArray, digest: bytes, now_s: float) -> AdapterLoads:
+        """What it takes the workers in `rows` to have an adapter loaded."""
+        known = [self.workers[self.by_row[row]].adapters for row in rows.tolist()]
+        return AdapterLoads(
+            load_s=np.array([one.load_s(digest, now_s) for one in known], np.float64),
+            is_full=np.array([one.is_full(digest, now_s) for one in known], np.bool_),
         )
 
     def tick(self, now_s: float) -> None:

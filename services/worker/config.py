@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from services.common.adapter_files import LARGEST_RANK
 from services.common.artifacts.settings import DEFAULT_CACHE_BYTES
 from services.common.models import DEFAULT_MODEL
 from services.common.settings import ConfigurationError, ServiceSettings
@@ -19,6 +20,7 @@ NO_MODEL = "none"
 _NOT_SIMULATED = frozenset(
     {
         *("device", "weight_dtype", "threads", "exact", "kv_dtype", "kv_cache_fraction", "staging_bytes"),
+        *("max_adapters", "max_adapter_rank", "max_adapter_waiting", "adapter_wait_s"),
         *("push", "max_push_blocks", "repush_bytes_per_s", "node_ramp_s", "max_served_blocks"),
     }
 )
@@ -96,6 +98,16 @@ class WorkerSettings(ServiceSettings):
     )
     num_blocks: int = Field(0, ge=0, description="Blocks of the pool, going before kv_cache_bytes; 0: by size.")
     max_context: int = Field(0, ge=0, description="Most tokens of a sequence; 0: what the model allows.")
+    max_adapters: int = Field(
+        16, ge=0, le=1024, description="Most low-rank adapters in memory at once, on cpu; 0: it serves none."
+    )
+    max_adapter_rank: int = Field(64, ge=1, le=LARGEST_RANK, description="Highest rank of an adapter.")
+    max_adapter_waiting: int = Field(
+        64, ge=0, description="Most requests that wait for a place for their adapter; further ones go elsewhere."
+    )
+    adapter_wait_s: float = Field(
+        5.0, gt=0, description="Longest wait of a request for its adapter, before it is tried elsewhere."
+    )
     step_token_budget: int = Field(512, ge=16, le=65_536, description="Most tokens of one step.")
     target_step_s: float = Field(0.2, gt=0, le=10, description="Time a step should take; the budget shrinks to it.")
     max_running: int = Field(32, ge=1, le=4096, description="Most sequences that run at once.")
@@ -152,6 +164,8 @@ def check_settings(settings: WorkerSettings) -> None:
     if settings.device == "cpu" and settings.kv_dtype not in ("auto", settings.dtype):
         raise ConfigurationError(f"worker: kv_dtype='{settings.kv_dtype}': on cpu the KV cache has dtype")
     _check_weights(settings)
+    if settings.device == "cuda" and settings.max_adapters and "max_adapters" in settings.model_fields_set:
+        raise ConfigurationError(f"worker: max_adapters={settings.max_adapters}: adapters are served on cpu alone")
     if 0 < settings.kv_cache_bytes < 2**20:
         raise ConfigurationError(f"worker: kv_cache_bytes={settings.kv_cache_bytes}: at least 1048576, or 0")
     if settings.max_running > settings.step_token_budget:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import numpy as np
 from kvmesh.v1 import common_pb2, worker_pb2
 
+from services.worker.adapters.source import AdapterRef
 from services.worker.engine_messages import EngineLoad
 from services.worker.link_messages import HolderLinks, MeasuredLink
 from services.worker.load_board import LoadBoard
@@ -29,6 +30,8 @@ _MOVE_REASONS = {
     "short_of_blocks": worker_pb2.MOVE_REASON_SHORT_OF_BLOCKS,
     "priority": worker_pb2.MOVE_REASON_PRIORITY,
 }
+# Told of those that are resident: the most recently used.
+_MAX_ADAPTERS = 256
 _FINISH = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
 
 
@@ -54,6 +57,7 @@ def submit_message(
         traceparent=traceparent,
         known=known_outputs(request.known),
         hold_s=request.hold_s,
+        adapter=AdapterRef(request.adapter.digest, request.adapter.path) if request.HasField("adapter") else None,
     )
 
 
@@ -123,6 +127,10 @@ def _fill_load(proto: worker_pb2.WorkerLoad, load: EngineLoad) -> None:
     proto.referenced_blocks = load.referenced_blocks
     proto.prefill_tokens_per_s = load.prefill_tokens_per_s
     proto.decode_step_s = load.decode_step_s
+    if load.adapters is not None:
+        proto.adapters.extend(load.adapters.resident[:_MAX_ADAPTERS])
+        proto.idle_adapter_slots = load.adapters.idle
+        proto.adapter_load_s = load.adapters.load_s
     proto.holders.extend(_holder_links(one) for one in load.holders)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from services.common.blocks import BLOCK_TOKENS, BlockId, join_ids
+from services.worker.adapters.source import AdapterSource
 from services.worker.admission import SchedulerLimits
 from services.worker.block_pool import BlockPool
 from services.worker.chunk import Advance, Chunk
@@ -69,8 +70,9 @@ class EngineCore:
         rates: Rates,
         links: LinkRates,
         grammars: GrammarSource | None = None,
+        adapters: AdapterSource | None = None,
     ) -> None:
-        """grammars: None where draws cannot follow any; requests with one are refused."""
+        """grammars, adapters: None where draws follow none, and the runner has none; requests with one are refused."""
         self.to_front: list[Message] = []
         self.to_mover: list[Message] = []
         # Set at admissions and finishes; the owner sends a load and clears it.
@@ -78,6 +80,7 @@ class EngineCore:
         self.rates = rates
         self._links = links
         self._grammars = grammars
+        self._adapters = adapters
         self.pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(limits.scheduler, self.pool, block_key)
         # Transfers may not take so many slots that nothing else runs.
@@ -138,9 +141,9 @@ class EngineCore:
             self.fail_request(key, "ABORTED", "the attempt was held and not resumed in time")
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether there will be grammars to take."""
-        return self._grammars is not None and not self._grammars.is_settled
+    def is_preparing(self) -> bool:
+        """Whether there will be grammars or adapters to take."""
+        return any(source is not None and not source.is_settled for source in (self._grammars, self._adapters))
 
     def take_grammars(self) -> None:
         """Let the requests go on whose grammars have been compiled, and end those whose grammars cannot be."""
@@ -154,6 +157,19 @@ class EngineCore:
             for sequence in request.sequences:
                 sequence.follower = outcome.follower()
             request.awaits_grammar = False
+            self._enqueue(request)
+
+    def take_adapters(self, now: float) -> None:
+        """Let the requests go on whose adapters are there, and end those that get none."""
+        for key, outcome in self._adapters.take(now) if self._adapters is not None else ():
+            request = self.scheduler.requests.get(key)
+            if request is None:
+                continue
+            if isinstance(outcome, Refused):
+                self.fail_request(key, outcome.code, outcome.detail)
+                continue
+            request.adapter_slot = outcome
+            request.awaits_adapter = False
             self._enqueue(request)
 
     def schedule(self, now: float) -> list[Chunk]:
@@ -182,6 +198,7 @@ class EngineCore:
                 continue
             choices.append(output_of(advance, by_sequence[id(advance.sequence)]))
             if advance.finish and self.scheduler.finish(advance.sequence):
+                self._release_adapter(advance.sequence.request.key)
                 completed.append(usage_of(advance.sequence.request))
         if choices:
             self.to_front.append(StepOutput(choices, completed))
@@ -216,6 +233,7 @@ class EngineCore:
             progress=self._progress,
             step_tokens=self._step_tokens,
             holders=self._links.messages(now),
+            adapters=self._adapters.figures if self._adapters is not None else None,
         )
 
     def _submit(self, message: Submit, now: float) -> None:
@@ -237,12 +255,19 @@ class EngineCore:
         if request.is_finished:
             self._complete(request)
             return
-        if request.sampling.grammar and self._grammars is not None:
+        self._prepare(request, message, now)
+
+    def _prepare(self, request: Request, message: Submit, now: float) -> None:
+        """Have compiled and loaded what an admitted request needs before it can be computed."""
+        if message.sampling.grammar and self._grammars is not None:
             request.awaits_grammar = True
-            self._grammars.begin(request.key, request.sampling.grammar)
-            self.take_grammars()
-        else:
-            self._enqueue(request)
+            self._grammars.begin(request.key, message.sampling.grammar)
+        if message.adapter is not None and self._adapters is not None:
+            request.awaits_adapter = True
+            self._adapters.begin(request.key, message.adapter, now)
+        self._enqueue(request)
+        self.take_grammars()
+        self.take_adapters(now)
 
     def _admitted(self, message: Submit, now: float) -> tuple[Request, int]:
         """The request, now the scheduler's, and its leading blocks that are here. Raises Refused and QueueFull."""
@@ -252,6 +277,10 @@ class EngineCore:
             raise Refused("DEADLINE_EXCEEDED", "the deadline passed before the request arrived")
         if message.sampling.grammar and self._grammars is None:
             raise Refused("INVALID_ARGUMENT", "this worker's answers follow no grammars")
+        if message.adapter is not None and self._adapters is None:
+            raise Refused("FAILED_PRECONDITION", "this worker has no adapters")
+        if message.adapter is not None and self._adapters is not None and not self._adapters.has_room(message.adapter):
+            raise QueueFull
         request = request_of(message, now)
         return request, self.scheduler.admit(request, self.rates.prefill_tokens_per_s)
 
@@ -298,19 +327,24 @@ class EngineCore:
             self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
-        if not request.awaits_pull and not request.awaits_grammar:
+        if not (request.awaits_pull or request.awaits_grammar or request.awaits_adapter):
             self.scheduler.enqueue(request)
 
     def _remove(self, key: int) -> bool:
         request = self.scheduler.remove(key)
         if request is None:
             return False
+        self._release_adapter(key)
         self._give_up_pins(request)
         cancel = self.transfers.cancel_pull(key)
         if cancel is not None:
             self.to_mover.append(cancel)
         self.load_changed = True
         return True
+
+    def _release_adapter(self, key: int) -> None:
+        if self._adapters is not None:
+            self._adapters.release(key)
 
     def _offer(self, advance: Advance, now: float) -> None:
         if advance.completed_slot is not None:

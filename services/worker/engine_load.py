@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.worker.adapters.source import AdapterFigures
 from services.worker.block_pool import BlockPool
 from services.worker.engine_messages import EngineLoad
 from services.worker.link_messages import HolderLinks
@@ -20,8 +21,9 @@ def engine_load(
     progress: int,
     step_tokens: int,
     holders: list[HolderLinks],
+    adapters: AdapterFigures | None = None,
 ) -> EngineLoad:
-    """What these parts have at present. progress, step_tokens, holders: as in the message."""
+    """What these parts have at present. progress, step_tokens, holders, adapters: as in the message."""
     requests, queue, blocks = scheduler.requests.values(), scheduler.queue, pool.statistics
     running = sum(any(s.status is Status.RUNNING for s in request.sequences) for request in requests)
     return EngineLoad(
@@ -50,4 +52,5 @@ def engine_load(
         pins=len(transfers.pins),
         drafted_tokens=scheduler.speculation.drafted,
         accepted_tokens=scheduler.speculation.accepted,
+        adapters=adapters,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from services.common.step_costs import StepCosts
+from services.worker.adapters.source import AdapterFigures
 from services.worker.link_messages import HolderLinks
 from services.worker.messages import (
     Abort,
@@ -88,6 +89,9 @@ class EngineReady(Message, frozen=True):
     # Of the memory that the mover sees: num_blocks where that is the pool itself.
     transfer_slots: int
     memory: MemoryFigures
+    # Adapters that can be resident, and their highest rank; 0 where there are none.
+    adapter_slots: int = 0
+    max_adapter_rank: int = 0
 
 
 class EngineFailed(Message, frozen=True):
@@ -135,6 +139,8 @@ class EngineLoad(Message, frozen=True):
     pins: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    # None: the engine has no adapters.
+    adapters: AdapterFigures | None = None
 
 
 class BlockChanges(Message, frozen=True):

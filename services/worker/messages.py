@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from services.worker.adapters.source import AdapterRef
+
 MoveReason = Literal["draining", "short_of_blocks", "priority"]
 
 
@@ -88,6 +90,8 @@ class Submit(Message, frozen=True):
     traceparent: str
     known: list[KnownOutput] = []
     hold_s: float = 0.0
+    # None: the base model.
+    adapter: AdapterRef | None = None
 
 
 class Resume(Message, frozen=True):

@@ -9,6 +9,7 @@ from opentelemetry import metrics, propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from services.worker.adapters.source import AdapterFigures
 from services.worker.engine_messages import EngineLoad
 from services.worker.load_board import LoadBoard
 from services.worker.messages import MoveReason, RequestAborted, RequestUsage
@@ -60,6 +61,10 @@ class WorkerMetrics:
             callbacks=[self._by_use(lambda load: load.staging_short_blocks)],
             description="Blocks that were not transferred for want of room in the staging area, by use.",
         )
+        for name, read_adapters in _ADAPTER_GAUGES.items():
+            _meter.create_observable_gauge(name, callbacks=[self._of_adapters(read_adapters)])
+        for name, read_adapters in _ADAPTER_TOTALS.items():
+            _meter.create_observable_counter(name, callbacks=[self._of_adapters(read_adapters)])
         for name, read_mover in _MOVER_TOTALS.items():
             _meter.create_observable_counter(name, callbacks=[self._mover_total(read_mover)])
         for name, read_now in _MOVER_GAUGES.items():
@@ -110,6 +115,15 @@ class WorkerMetrics:
     def _load_gauge(self, read: Callable[[EngineLoad], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
         return lambda _: [Observation(read(self._board.load))] if self._board.load else []
 
+    def _of_adapters(
+        self, read: Callable[[AdapterFigures], float]
+    ) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observe(_: CallbackOptions) -> Iterable[Observation]:
+            load = self._board.load
+            return [Observation(read(load.adapters))] if load and load.adapters else []
+
+        return observe
+
     def _mover_total(self, read: Callable[[MoverCounters], int]) -> Callable[[CallbackOptions], Iterable[Observation]]:
         return lambda _: [Observation(read(self.mover))]
 
@@ -135,6 +149,17 @@ _LOAD_TOTALS: dict[str, Callable[[EngineLoad], float]] = {
     "kvmesh_worker_drafted_tokens": lambda load: load.drafted_tokens,
     "kvmesh_worker_accepted_tokens": lambda load: load.accepted_tokens,
     "kvmesh_worker_loop_turns": lambda load: load.progress,
+}
+_ADAPTER_GAUGES: dict[str, Callable[[AdapterFigures], float]] = {
+    "kvmesh_worker_resident_adapters": lambda adapters: len(adapters.resident),
+    "kvmesh_worker_adapter_waiting_requests": lambda adapters: adapters.waiting,
+}
+_ADAPTER_TOTALS: dict[str, Callable[[AdapterFigures], float]] = {
+    "kvmesh_worker_adapter_loads": lambda adapters: adapters.loads,
+    "kvmesh_worker_adapter_load_seconds": lambda adapters: adapters.load_seconds,
+    "kvmesh_worker_adapter_load_failures": lambda adapters: adapters.failures,
+    "kvmesh_worker_adapter_evictions": lambda adapters: adapters.evictions,
+    "kvmesh_worker_adapter_waits": lambda adapters: adapters.waits,
 }
 _MOVER_GAUGES: dict[str, Callable[[MoverCounters], int]] = {
     "kvmesh_mover_running_pulls": lambda counters: counters.running_pulls,

@@ -140,6 +140,8 @@ def identity_proto(replica: Replica, settings: WorkerSettings) -> worker_pb2.Wor
         role=_ROLES[settings.role],
         device=settings.device,
         protocol=PROTOCOL,
+        adapter_slots=ready.adapter_slots,
+        max_adapter_rank=ready.max_adapter_rank,
     )
 
 
@@ -211,6 +213,10 @@ def engine_config(
         staging_bytes=settings.staging_bytes,
         num_blocks=settings.num_blocks,
         max_context=settings.max_context,
+        max_adapters=settings.max_adapters,
+        max_adapter_rank=settings.max_adapter_rank,
+        max_adapter_waiting=settings.max_adapter_waiting,
+        adapter_wait_s=settings.adapter_wait_s,
         step_token_budget=settings.step_token_budget,
         target_step_s=settings.target_step_s,
         max_running=settings.max_running,

@@ -75,6 +75,9 @@ class Request:
     # What its sequences wait for before they are enqueued.
     awaits_pull: bool = False
     awaits_grammar: bool = False
+    awaits_adapter: bool = False
+    # Where its adapter is; -1: the base model, or not there yet.
+    adapter_slot: int = -1
     # The prompt has been computed; siblings of the leader hit its blocks from now on.
     prefilled: bool = False
     pull_s: float = 0.0

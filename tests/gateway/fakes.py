@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from kvmesh.v1.router_pb2 import (
     Refusal,
     RouteRequest,
     RouteResponse,
+    ServedAdapter,
     ServedModel,
 )
 from kvmesh.v1.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
@@ -286,6 +287,7 @@ class FakeRouter(RouterServicer):
     workers: dict[str, str] = field(default_factory=dict)
     models: list[ServedModel] = field(default_factory=lambda: [served_model()])
     traffic: list[ModelTraffic] = field(default_factory=list)
+    adapters: list[ServedAdapter] = field(default_factory=list)
     # Digests that asks are refused for, for want of a worker.
     unstaffed: set[bytes] = field(default_factory=set)
     refusal: Refusal | None = None
@@ -320,12 +322,15 @@ class FakeRouter(RouterServicer):
 
     async def WatchModels(self, request: Any, context: Any) -> AsyncIterator[ModelSnapshot]:
         while True:
-            yield ModelSnapshot(models=self.models, traffic=self.traffic)
+            yield ModelSnapshot(models=self.models, traffic=self.traffic, adapters=self.adapters)
             self.changed.clear()
             await self.changed.wait()
 
-    def set_models(self, *models: ServedModel, traffic: ModelTraffic | None = None) -> None:
+    def set_models(
+        self, *models: ServedModel, traffic: ModelTraffic | None = None, adapters: Sequence[ServedAdapter] = ()
+    ) -> None:
         """Report other models."""
+        self.adapters = list(adapters)
         self.models, self.traffic = list(models), [traffic] if traffic is not None else []
         self.changed.set()
 

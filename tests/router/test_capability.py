@@ -11,14 +11,15 @@ from services.router.domain import Identity, Placement, RefusalReason, Requireme
 from tests.router.scenes import IDENTITY, IDLE, Scene
 
 IDENTITIES = st.builds(
-    lambda context, blocks, dtype, role, device, adapters, protocol: replace(
+    lambda context, blocks, dtype, role, device, slots, rank, protocol: replace(
         IDENTITY,
         context_length=context,
         total_blocks=blocks,
         dtype=dtype,
         role=role,
         device=device,
-        adapters=adapters,
+        adapter_slots=slots,
+        max_adapter_rank=rank,
         protocol=protocol,
     ),
     st.integers(1, 4000),
@@ -26,14 +27,16 @@ IDENTITIES = st.builds(
     st.sampled_from(["bfloat16", "float32"]),
     st.sampled_from(["both", "prefill", "decode"]),
     st.sampled_from(["cpu", "cuda"]),
-    st.frozensets(st.sampled_from(["one", "two"])),
+    st.integers(0, 1),
+    st.sampled_from([8, 64]),
     st.integers(1, 3),
 )
 REQUIREMENTS = st.builds(
     Requirements,
     st.sampled_from(["", "bfloat16", "float32"]),
     st.sampled_from(["", "cpu", "cuda"]),
-    st.sampled_from(["", "one", "two"]),
+    st.sampled_from([b"", b"a" * 16]),
+    st.sampled_from([4, 16]),
     st.integers(0, 3),
 )
 
@@ -45,7 +48,9 @@ def can_finish(identity: Identity, prompt: int, output: int, requires: Requireme
         and -(-total // 16) <= identity.total_blocks
         and requires.dtype in ("", identity.dtype)
         and requires.device in ("", identity.device)
-        and (not requires.adapter or requires.adapter in identity.adapters)
+        and (
+            not requires.adapter or (identity.adapter_slots > 0 and requires.adapter_rank <= identity.max_adapter_rank)
+        )
         and requires.protocol <= identity.protocol
     )
 

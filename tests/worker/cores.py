@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.common.blocks import BlockId, chain_block_ids
+from services.worker.adapters.source import AdapterSource
 from services.worker.admission import SchedulerLimits
 from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.batch import StepBuilder
@@ -56,6 +57,7 @@ def make_core(
     push_policy: PushPolicy = "write_through",
     grammars: GrammarSource | None = None,
     speculation_tokens: int = 0,
+    adapters: AdapterSource | None = None,
 ) -> EngineCore:
     limits = CoreLimits(
         SchedulerLimits(
@@ -70,7 +72,7 @@ def make_core(
         step_token_budget=budget,
         target_step_s=1.0,
     )
-    return EngineCore(limits, num_blocks, KEY, Rates(1000.0, 0.01), LinkRates(1000), grammars)
+    return EngineCore(limits, num_blocks, KEY, Rates(1000.0, 0.01), LinkRates(1000), grammars, adapters)
 
 
 def run_to_end(core: EngineCore, runner: ToyRunner) -> dict[int, list[int]]:

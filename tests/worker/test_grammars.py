@@ -95,7 +95,7 @@ class Toy:
     def settle(self) -> None:
         """Take grammars until none is compiled any more."""
         ends_s = time.monotonic() + 30
-        while self.core.is_compiling:
+        while self.core.is_preparing:
             assert time.monotonic() < ends_s
             time.sleep(0.001)
             self.core.take_grammars()
@@ -251,7 +251,7 @@ def test_a_kept_grammar_is_there_at_once(grammars: Grammars) -> None:
     made = toy(grammars)
     made.run(held(1, regex_grammar("x{4}")))
     made.core.handle(held(2, regex_grammar("x{4}")), 0.0)
-    assert not made.core.is_compiling
+    assert not made.core.is_preparing
     assert any(isinstance(message, AdmittedRequest) for message in made.core.to_front)
     made.run()
     assert text_of(made.tokens(2)) == "xxxx"

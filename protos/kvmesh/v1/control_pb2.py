@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import router_pb2 as kvmesh_dot_v1_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/control.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/router.proto\"E\n\x14RegisterModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\"7\n\x16UnregisterModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\x1a\n\x18ListModelVersionsRequest\"E\n\x19ListModelVersionsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.kvmesh.v1.ModelVersions\"\x8d\x01\n\x11SetTrafficRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12:\n\x07weights\x18\x02 \x03(\x0b\x32).kvmesh.v1.SetTrafficRequest.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1f\n\x0fRollbackRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"s\n\rModelVersions\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x08versions\x18\x02 \x03(\x0b\x32\x1b.kvmesh.v1.ModelVersionView\x12\x10\n\x08weighted\x18\x03 \x01(\x08\x12\x13\n\x0brollback_to\x18\x04 \x01(\t\"\x93\x01\n\x10ModelVersionView\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\r\x12\x10\n\x08replicas\x18\x04 \x01(\r\x12\x16\n\x0eready_replicas\x18\x05 \x01(\r\x12\x15\n\rweight_format\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\r\n\x0bListRequest\"\xa3\x01\n\x0cListResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.kvmesh.v1.ModelVersions\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.WorkerView\x12(\n\x08kvstores\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.KvStoreView\x12\x17\n\x0fredis_connected\x18\x04 \x01(\x08\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"?\n\x0f\x45xplainResponse\x12,\n\tdecisions\x18\x01 \x03(\x0b\x32\x19.kvmesh.v1.DecisionRecord\"\xf8\x03\n\x0e\x44\x65\x63isionRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\rprompt_blocks\x18\x07 \x01(\r\x12\x11\n\tworker_id\x18\x08 \x01(\t\x12\x0e\n\x06policy\x18\t \x01(\t\x12\x14\n\x0clocal_blocks\x18\n \x01(\r\x12\x15\n\rpulled_blocks\x18\x0b \x01(\r\x12\x18\n\x10predicted_ttft_s\x18\x0c \x01(\x01\x12\x18\n\x10predicted_tpot_s\x18\r \x01(\x01\x12\x16\n\x0enum_candidates\x18\x0e \x01(\r\x12(\n\ncandidates\x18\x0f \x03(\x0b\x32\x14.kvmesh.v1.Candidate\x12\x0f\n\x07refusal\x18\x10 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x11 \x01(\t\x12\x15\n\rretry_after_s\x18\x12 \x01(\x01\x12\x0f\n\x07outcome\x18\x13 \x01(\t\x12\x0e\n\x06ttft_s\x18\x14 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x15 \x01(\x01\x12\x15\n\routput_tokens\x18\x16 \x01(\r\x12\x19\n\x11handoff_worker_id\x18\x17 \x01(\t\"\x8b\x01\n\tCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12.\n\x05terms\x18\x03 \x03(\x0b\x32\x1f.kvmesh.v1.Candidate.TermsEntry\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x83\x05\n\x07\x43ontrol\x12J\n\rRegisterModel\x12\x1f.kvmesh.v1.RegisterModelRequest\x1a\x18.kvmesh.v1.ModelVersions\x12N\n\x0fUnregisterModel\x12!.kvmesh.v1.UnregisterModelRequest\x1a\x18.kvmesh.v1.ModelVersions\x12W\n\nListModels\x12#.kvmesh.v1.ListModelVersionsRequest\x1a$.kvmesh.v1.ListModelVersionsResponse\x12\x44\n\nSetTraffic\x12\x1c.kvmesh.v1.SetTrafficRequest\x1a\x18.kvmesh.v1.ModelVersions\x12@\n\x08Rollback\x12\x1a.kvmesh.v1.RollbackRequest\x1a\x18.kvmesh.v1.ModelVersions\x12=\n\x05\x44rain\x12\x1d.kvmesh.v1.DrainWorkerRequest\x1a\x15.kvmesh.v1.WorkerView\x12\x41\n\x07Undrain\x12\x1f.kvmesh.v1.UndrainWorkerRequest\x1a\x15.kvmesh.v1.WorkerView\x12\x37\n\x04List\x12\x16.kvmesh.v1.ListRequest\x1a\x17.kvmesh.v1.ListResponse\x12@\n\x07\x45xplain\x12\x19.kvmesh.v1.ExplainRequest\x1a\x1a.kvmesh.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/control.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/router.proto\"E\n\x14RegisterModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\"7\n\x16UnregisterModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\x1a\n\x18ListModelVersionsRequest\"E\n\x19ListModelVersionsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.kvmesh.v1.ModelVersions\"\x8d\x01\n\x11SetTrafficRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12:\n\x07weights\x18\x02 \x03(\x0b\x32).kvmesh.v1.SetTrafficRequest.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1f\n\x0fRollbackRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"s\n\rModelVersions\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x08versions\x18\x02 \x03(\x0b\x32\x1b.kvmesh.v1.ModelVersionView\x12\x10\n\x08weighted\x18\x03 \x01(\x08\x12\x13\n\x0brollback_to\x18\x04 \x01(\t\"\x93\x01\n\x10ModelVersionView\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\r\x12\x10\n\x08replicas\x18\x04 \x01(\r\x12\x16\n\x0eready_replicas\x18\x05 \x01(\r\x12\x15\n\rweight_format\x18\x06 \x01(\t\x12\r\n\x05\x64type\x18\x07 \x01(\t\"\\\n\x11\x41\x64\x64\x41\x64\x61pterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\"3\n\x14RemoveAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\x15\n\x13ListAdaptersRequest\"@\n\x14ListAdaptersResponse\x12(\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.AdapterView\"\x83\x01\n\x0b\x41\x64\x61pterView\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x11\n\tcreated_s\x18\x06 \x01(\x03\x12\x18\n\x10resident_workers\x18\x07 \x01(\r\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\r\n\x0bListRequest\"\xa3\x01\n\x0cListResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.kvmesh.v1.ModelVersions\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.WorkerView\x12(\n\x08kvstores\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.KvStoreView\x12\x17\n\x0fredis_connected\x18\x04 \x01(\x08\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"?\n\x0f\x45xplainResponse\x12,\n\tdecisions\x18\x01 \x03(\x0b\x32\x19.kvmesh.v1.DecisionRecord\"\xf8\x03\n\x0e\x44\x65\x63isionRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\rprompt_blocks\x18\x07 \x01(\r\x12\x11\n\tworker_id\x18\x08 \x01(\t\x12\x0e\n\x06policy\x18\t \x01(\t\x12\x14\n\x0clocal_blocks\x18\n \x01(\r\x12\x15\n\rpulled_blocks\x18\x0b \x01(\r\x12\x18\n\x10predicted_ttft_s\x18\x0c \x01(\x01\x12\x18\n\x10predicted_tpot_s\x18\r \x01(\x01\x12\x16\n\x0enum_candidates\x18\x0e \x01(\r\x12(\n\ncandidates\x18\x0f \x03(\x0b\x32\x14.kvmesh.v1.Candidate\x12\x0f\n\x07refusal\x18\x10 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x11 \x01(\t\x12\x15\n\rretry_after_s\x18\x12 \x01(\x01\x12\x0f\n\x07outcome\x18\x13 \x01(\t\x12\x0e\n\x06ttft_s\x18\x14 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x15 \x01(\x01\x12\x15\n\routput_tokens\x18\x16 \x01(\r\x12\x19\n\x11handoff_worker_id\x18\x17 \x01(\t\"\x8b\x01\n\tCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12.\n\x05terms\x18\x03 \x03(\x0b\x32\x1f.kvmesh.v1.Candidate.TermsEntry\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xe2\x06\n\x07\x43ontrol\x12J\n\rRegisterModel\x12\x1f.kvmesh.v1.RegisterModelRequest\x1a\x18.kvmesh.v1.ModelVersions\x12N\n\x0fUnregisterModel\x12!.kvmesh.v1.UnregisterModelRequest\x1a\x18.kvmesh.v1.ModelVersions\x12W\n\nListModels\x12#.kvmesh.v1.ListModelVersionsRequest\x1a$.kvmesh.v1.ListModelVersionsResponse\x12\x44\n\nSetTraffic\x12\x1c.kvmesh.v1.SetTrafficRequest\x1a\x18.kvmesh.v1.ModelVersions\x12@\n\x08Rollback\x12\x1a.kvmesh.v1.RollbackRequest\x1a\x18.kvmesh.v1.ModelVersions\x12=\n\x05\x44rain\x12\x1d.kvmesh.v1.DrainWorkerRequest\x1a\x15.kvmesh.v1.WorkerView\x12\x41\n\x07Undrain\x12\x1f.kvmesh.v1.UndrainWorkerRequest\x1a\x15.kvmesh.v1.WorkerView\x12\x42\n\nAddAdapter\x12\x1c.kvmesh.v1.AddAdapterRequest\x1a\x16.kvmesh.v1.AdapterView\x12H\n\rRemoveAdapter\x12\x1f.kvmesh.v1.RemoveAdapterRequest\x1a\x16.kvmesh.v1.AdapterView\x12O\n\x0cListAdapters\x12\x1e.kvmesh.v1.ListAdaptersRequest\x1a\x1f.kvmesh.v1.ListAdaptersResponse\x12\x37\n\x04List\x12\x16.kvmesh.v1.ListRequest\x1a\x17.kvmesh.v1.ListResponse\x12@\n\x07\x45xplain\x12\x19.kvmesh.v1.ExplainRequest\x1a\x1a.kvmesh.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,24 +54,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELVERSIONS']._serialized_end=581
   _globals['_MODELVERSIONVIEW']._serialized_start=584
   _globals['_MODELVERSIONVIEW']._serialized_end=731
-  _globals['_DRAINWORKERREQUEST']._serialized_start=733
-  _globals['_DRAINWORKERREQUEST']._serialized_end=772
-  _globals['_UNDRAINWORKERREQUEST']._serialized_start=774
-  _globals['_UNDRAINWORKERREQUEST']._serialized_end=815
-  _globals['_LISTREQUEST']._serialized_start=817
-  _globals['_LISTREQUEST']._serialized_end=830
-  _globals['_LISTRESPONSE']._serialized_start=833
-  _globals['_LISTRESPONSE']._serialized_end=996
-  _globals['_EXPLAINREQUEST']._serialized_start=998
-  _globals['_EXPLAINREQUEST']._serialized_end=1034
-  _globals['_EXPLAINRESPONSE']._serialized_start=1036
-  _globals['_EXPLAINRESPONSE']._serialized_end=1099
-  _globals['_DECISIONRECORD']._serialized_start=1102
-  _globals['_DECISIONRECORD']._serialized_end=1606
-  _globals['_CANDIDATE']._serialized_start=1609
-  _globals['_CANDIDATE']._serialized_end=1748
-  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=1704
-  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=1748
-  _globals['_CONTROL']._serialized_start=1751
-  _globals['_CONTROL']._serialized_end=2394
+  _globals['_ADDADAPTERREQUEST']._serialized_start=733
+  _globals['_ADDADAPTERREQUEST']._serialized_end=825
+  _globals['_REMOVEADAPTERREQUEST']._serialized_start=827
+  _globals['_REMOVEADAPTERREQUEST']._serialized_end=878
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=880
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=901
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=903
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=967
+  _globals['_ADAPTERVIEW']._serialized_start=970
+  _globals['_ADAPTERVIEW']._serialized_end=1101
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1103
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1142
+  _globals['_UNDRAINWORKERREQUEST']._serialized_start=1144
+  _globals['_UNDRAINWORKERREQUEST']._serialized_end=1185
+  _globals['_LISTREQUEST']._serialized_start=1187
+  _globals['_LISTREQUEST']._serialized_end=1200
+  _globals['_LISTRESPONSE']._serialized_start=1203
+  _globals['_LISTRESPONSE']._serialized_end=1366
+  _globals['_EXPLAINREQUEST']._serialized_start=1368
+  _globals['_EXPLAINREQUEST']._serialized_end=1404
+  _globals['_EXPLAINRESPONSE']._serialized_start=1406
+  _globals['_EXPLAINRESPONSE']._serialized_end=1469
+  _globals['_DECISIONRECORD']._serialized_start=1472
+  _globals['_DECISIONRECORD']._serialized_end=1976
+  _globals['_CANDIDATE']._serialized_start=1979
+  _globals['_CANDIDATE']._serialized_end=2118
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=2074
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=2118
+  _globals['_CONTROL']._serialized_start=2121
+  _globals['_CONTROL']._serialized_end=2987
 # @@protoc_insertion_point(module_scope)

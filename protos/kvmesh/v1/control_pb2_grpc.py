@@ -70,6 +70,21 @@ class ControlStub:
                 request_serializer=kvmesh_dot_v1_dot_control__pb2.UndrainWorkerRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_router__pb2.WorkerView.FromString,
                 _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/kvmesh.v1.Control/AddAdapter',
+                request_serializer=kvmesh_dot_v1_dot_control__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_control__pb2.AdapterView.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/kvmesh.v1.Control/RemoveAdapter',
+                request_serializer=kvmesh_dot_v1_dot_control__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_control__pb2.AdapterView.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/kvmesh.v1.Control/ListAdapters',
+                request_serializer=kvmesh_dot_v1_dot_control__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_control__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/kvmesh.v1.Control/List',
                 request_serializer=kvmesh_dot_v1_dot_control__pb2.ListRequest.SerializeToString,
@@ -136,6 +151,27 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """Let a low-rank adapter be asked for as "model:name". Again with another content: requests that begin from then on
+        get that one. Workers load it when it is asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """No new requests for it; running ones end as they would. NOT_FOUND for one that is not registered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def List(self, request, context):
         """Models and what this router knows of workers and kvstores.
         """
@@ -187,6 +223,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=kvmesh_dot_v1_dot_control__pb2.UndrainWorkerRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_router__pb2.WorkerView.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=kvmesh_dot_v1_dot_control__pb2.AddAdapterRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_control__pb2.AdapterView.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=kvmesh_dot_v1_dot_control__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_control__pb2.AdapterView.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=kvmesh_dot_v1_dot_control__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_control__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -388,6 +439,87 @@ class Control:
             '/kvmesh.v1.Control/Undrain',
             kvmesh_dot_v1_dot_control__pb2.UndrainWorkerRequest.SerializeToString,
             kvmesh_dot_v1_dot_router__pb2.WorkerView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Control/AddAdapter',
+            kvmesh_dot_v1_dot_control__pb2.AddAdapterRequest.SerializeToString,
+            kvmesh_dot_v1_dot_control__pb2.AdapterView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Control/RemoveAdapter',
+            kvmesh_dot_v1_dot_control__pb2.RemoveAdapterRequest.SerializeToString,
+            kvmesh_dot_v1_dot_control__pb2.AdapterView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Control/ListAdapters',
+            kvmesh_dot_v1_dot_control__pb2.ListAdaptersRequest.SerializeToString,
+            kvmesh_dot_v1_dot_control__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,13 @@ class ControlStub:
     that the router does not know.
     """
     Undrain: _grpc.UnaryUnaryMultiCallable[_control_pb2.UndrainWorkerRequest, _router_pb2.WorkerView]
+    AddAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.AddAdapterRequest, _control_pb2.AdapterView]
+    """Let a low-rank adapter be asked for as "model:name". Again with another content: requests that begin from then on
+    get that one. Workers load it when it is asked for.
+    """
+    RemoveAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.RemoveAdapterRequest, _control_pb2.AdapterView]
+    """No new requests for it; running ones end as they would. NOT_FOUND for one that is not registered."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListAdaptersRequest, _control_pb2.ListAdaptersResponse]
     List: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListRequest, _control_pb2.ListResponse]
     """Models and what this router knows of workers and kvstores."""
     Explain: _grpc.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainResponse]
@@ -83,6 +90,13 @@ class ControlAsyncStub(ControlStub):
     that the router does not know.
     """
     Undrain: _aio.UnaryUnaryMultiCallable[_control_pb2.UndrainWorkerRequest, _router_pb2.WorkerView]  # type: ignore[assignment]
+    AddAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.AddAdapterRequest, _control_pb2.AdapterView]  # type: ignore[assignment]
+    """Let a low-rank adapter be asked for as "model:name". Again with another content: requests that begin from then on
+    get that one. Workers load it when it is asked for.
+    """
+    RemoveAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.RemoveAdapterRequest, _control_pb2.AdapterView]  # type: ignore[assignment]
+    """No new requests for it; running ones end as they would. NOT_FOUND for one that is not registered."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_control_pb2.ListAdaptersRequest, _control_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     List: _aio.UnaryUnaryMultiCallable[_control_pb2.ListRequest, _control_pb2.ListResponse]  # type: ignore[assignment]
     """Models and what this router knows of workers and kvstores."""
     Explain: _aio.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainResponse]  # type: ignore[assignment]
@@ -149,6 +163,31 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.UndrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.WorkerView, _abc.Awaitable[_router_pb2.WorkerView]]: ...
+
+    @_abc_1.abstractmethod
+    def AddAdapter(
+        self,
+        request: _control_pb2.AddAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.AdapterView, _abc.Awaitable[_control_pb2.AdapterView]]:
+        """Let a low-rank adapter be asked for as "model:name". Again with another content: requests that begin from then on
+        get that one. Workers load it when it is asked for.
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveAdapter(
+        self,
+        request: _control_pb2.RemoveAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.AdapterView, _abc.Awaitable[_control_pb2.AdapterView]]:
+        """No new requests for it; running ones end as they would. NOT_FOUND for one that is not registered."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _control_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ListAdaptersResponse, _abc.Awaitable[_control_pb2.ListAdaptersResponse]]: ...
 
     @_abc_1.abstractmethod
     def List(

@@ -623,6 +623,9 @@ class ModelInfo(_message.Message):
     READY_REPLICAS_FIELD_NUMBER: _builtins.int
     CREATED_S_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPTER_RANK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Public name."""
     digest: _builtins.str
@@ -637,6 +640,10 @@ class ModelInfo(_message.Message):
     """Replicas that would accept a request now."""
     created_s: _builtins.int
     """Seconds since the epoch when the mesh first saw it."""
+    parent: _builtins.str
+    """Of an adapter, whose name is "base:adapter": its base's name, the hex of its digest, its rank. Empty otherwise."""
+    adapter_digest: _builtins.str
+    adapter_rank: _builtins.int
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersionInfo]:
         """Every version of the name that this gateway can serve. The fields above are those of the one with the largest
@@ -654,10 +661,13 @@ class ModelInfo(_message.Message):
         ready_replicas: _builtins.int = ...,
         created_s: _builtins.int = ...,
         versions: _abc.Iterable[Global___ModelVersionInfo] | None = ...,
+        parent: _builtins.str = ...,
+        adapter_digest: _builtins.str = ...,
+        adapter_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "created_s", b"created_s", "digest", b"digest", "dtype", b"dtype", "name", b"name", "ready_replicas", b"ready_replicas", "versions", b"versions", "weight_format", b"weight_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "adapter_rank", b"adapter_rank", "context_length", b"context_length", "created_s", b"created_s", "digest", b"digest", "dtype", b"dtype", "name", b"name", "parent", b"parent", "ready_replicas", b"ready_replicas", "versions", b"versions", "weight_format", b"weight_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

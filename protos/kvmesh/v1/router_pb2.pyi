@@ -201,27 +201,30 @@ class Requirements(_message.Message):
 
     DTYPE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
-    ADAPTER_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPTER_RANK_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Compute dtype: "bfloat16" or "float32"."""
     device: _builtins.str
     """Class of the accelerator: "cpu" or "cuda"."""
-    adapter: _builtins.str
-    """Name of an adapter that is loaded."""
     protocol: _builtins.int
     """Least WorkerIdentity.protocol."""
+    adapter_digest: _builtins.bytes
+    """Digest and rank of an adapter that it must be able to load, and had better have loaded."""
+    adapter_rank: _builtins.int
     def __init__(
         self,
         *,
         dtype: _builtins.str = ...,
         device: _builtins.str = ...,
-        adapter: _builtins.str = ...,
         protocol: _builtins.int = ...,
+        adapter_digest: _builtins.bytes = ...,
+        adapter_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "device", b"device", "dtype", b"dtype", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "adapter_rank", b"adapter_rank", "device", b"device", "dtype", b"dtype", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -509,6 +512,7 @@ class ModelSnapshot(_message.Message):
 
     MODELS_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]:
         """One for each digest of a public name that some worker has."""
@@ -517,19 +521,60 @@ class ModelSnapshot(_message.Message):
     def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelTraffic]:
         """Of the names that versions are registered of."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedAdapter]:
+        """Every registered adapter, of models that no worker has, too."""
+
     def __init__(
         self,
         *,
         models: _abc.Iterable[Global___ServedModel] | None = ...,
         traffic: _abc.Iterable[Global___ModelTraffic] | None = ...,
+        adapters: _abc.Iterable[Global___ServedAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "models", b"models", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelSnapshot: _TypeAlias = ModelSnapshot  # noqa: Y015
+
+@_typing.final
+class ServedAdapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    CREATED_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, and the public name of its base model: clients ask for "model:name"."""
+    model: _builtins.str
+    digest: _builtins.bytes
+    rank: _builtins.int
+    path: _builtins.str
+    """Folder that workers read it from."""
+    created_s: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        model: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+        rank: _builtins.int = ...,
+        path: _builtins.str = ...,
+        created_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_s", b"created_s", "digest", b"digest", "model", b"model", "name", b"name", "path", b"path", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServedAdapter: _TypeAlias = ServedAdapter  # noqa: Y015
 
 @_typing.final
 class ModelTraffic(_message.Message):

@@ -88,6 +88,7 @@ class WorkerGenerateRequest(_message.Message):
     KNOWN_FIELD_NUMBER: _builtins.int
     HOLD_S_FIELD_NUMBER: _builtins.int
     KEEP_S_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model_digest: _builtins.bytes
@@ -128,6 +129,10 @@ class WorkerGenerateRequest(_message.Message):
         blocks of the prompt and of the known output of the first choice that is not finished.
         """
 
+    @_builtins.property
+    def adapter(self) -> Global___AdapterRef:
+        """Absent: the base model. The digest is part of block_root."""
+
     def __init__(
         self,
         *,
@@ -148,14 +153,41 @@ class WorkerGenerateRequest(_message.Message):
         known: _abc.Iterable[Global___KnownOutput] | None = ...,
         hold_s: _builtins.float = ...,
         keep_s: _builtins.float = ...,
+        adapter: Global___AdapterRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_root", b"block_root", "expected_local_blocks", b"expected_local_blocks", "hold_s", b"hold_s", "keep_s", b"keep_s", "known", b"known", "max_tokens", b"max_tokens", "model_digest", b"model_digest", "num_choices", b"num_choices", "owner_digest", b"owner_digest", "priority", b"priority", "prompt_block_ids", b"prompt_block_ids", "prompt_token_ids", b"prompt_token_ids", "pull_plan", b"pull_plan", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_root", b"block_root", "expected_local_blocks", b"expected_local_blocks", "hold_s", b"hold_s", "keep_s", b"keep_s", "known", b"known", "max_tokens", b"max_tokens", "model_digest", b"model_digest", "num_choices", b"num_choices", "owner_digest", b"owner_digest", "priority", b"priority", "prompt_block_ids", b"prompt_block_ids", "prompt_token_ids", b"prompt_token_ids", "pull_plan", b"pull_plan", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerGenerateRequest: _TypeAlias = WorkerGenerateRequest  # noqa: Y015
+
+@_typing.final
+class AdapterRef(_message.Message):
+    """A low-rank adapter as PEFT saves it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """Of its tensors and scaling, 16 bytes: a folder with another content is not used."""
+    path: _builtins.str
+    """Folder on the worker's machine."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterRef: _TypeAlias = AdapterRef  # noqa: Y015
 
 @_typing.final
 class KnownOutput(_message.Message):
@@ -748,8 +780,9 @@ class WorkerIdentity(_message.Message):
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
-    ADAPTERS_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     model: _builtins.str
@@ -776,11 +809,12 @@ class WorkerIdentity(_message.Message):
     device: _builtins.str
     """Class of the accelerator: "cpu" or "cuda"."""
     protocol: _builtins.int
-    """How much it understands of a request: 1 (or 0, untold) all fields up to keep_s; 2 SamplingParams.grammar, too."""
-    @_builtins.property
-    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the adapters that it has loaded."""
-
+    """How much it understands of a request: 1 (or 0, untold) all fields up to keep_s; 2 SamplingParams.grammar, too; 3
+    adapter, too.
+    """
+    adapter_slots: _builtins.int
+    """Adapters that can be resident at once, and their highest rank; 0: it serves none."""
+    max_adapter_rank: _builtins.int
     def __init__(
         self,
         *,
@@ -805,12 +839,13 @@ class WorkerIdentity(_message.Message):
         max_running_requests: _builtins.int = ...,
         role: Global___WorkerRole.ValueType = ...,
         device: _builtins.str = ...,
-        adapters: _abc.Iterable[_builtins.str] | None = ...,
         protocol: _builtins.int = ...,
+        adapter_slots: _builtins.int = ...,
+        max_adapter_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "context_length", b"context_length", "decode_step_s", b"decode_step_s", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "max_running_requests", b"max_running_requests", "model", b"model", "model_digest", b"model_digest", "prefill_tokens_per_s", b"prefill_tokens_per_s", "protocol", b"protocol", "pull_address", b"pull_address", "role", b"role", "step_token_budget", b"step_token_budget", "tokenizer_digest", b"tokenizer_digest", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "context_length", b"context_length", "decode_step_s", b"decode_step_s", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "max_adapter_rank", b"max_adapter_rank", "max_running_requests", b"max_running_requests", "model", b"model", "model_digest", b"model_digest", "prefill_tokens_per_s", b"prefill_tokens_per_s", "protocol", b"protocol", "pull_address", b"pull_address", "role", b"role", "step_token_budget", b"step_token_budget", "tokenizer_digest", b"tokenizer_digest", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -840,6 +875,9 @@ class WorkerLoad(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_COSTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    IDLE_ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
+    ADAPTER_LOAD_S_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Steps of the engine loop so far; stands still when the engine does."""
     ready: _builtins.bool
@@ -863,6 +901,9 @@ class WorkerLoad(_message.Message):
     """Context of all decoding sequences together."""
     step_tokens: _builtins.int
     """Most tokens of a step at present."""
+    idle_adapter_slots: _builtins.int
+    """Places that another adapter could have now, and seconds that loading one is expected to take."""
+    adapter_load_s: _builtins.float
     @_builtins.property
     def admitted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Attempts admitted and ended since the last message: "request_id/attempt"."""
@@ -879,6 +920,10 @@ class WorkerLoad(_message.Message):
 
     @_builtins.property
     def step_costs(self) -> Global___StepCosts: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Digests of the resident adapters, at most 256, the most recently used first."""
+
     def __init__(
         self,
         *,
@@ -902,10 +947,13 @@ class WorkerLoad(_message.Message):
         context_tokens: _builtins.int = ...,
         step_tokens: _builtins.int = ...,
         step_costs: Global___StepCosts | None = ...,
+        adapters: _abc.Iterable[_builtins.bytes] | None = ...,
+        idle_adapter_slots: _builtins.int = ...,
+        adapter_load_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step_costs", b"step_costs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "decoding_sequences", b"decoding_sequences", "draining", b"draining", "ended", b"ended", "free_blocks", b"free_blocks", "holders", b"holders", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "queued_prefill_pairs", b"queued_prefill_pairs", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "referenced_blocks", b"referenced_blocks", "running_requests", b"running_requests", "step_costs", b"step_costs", "step_tokens", b"step_tokens", "waiting_prefill_tokens", b"waiting_prefill_tokens", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_load_s", b"adapter_load_s", "adapters", b"adapters", "admitted", b"admitted", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "decoding_sequences", b"decoding_sequences", "draining", b"draining", "ended", b"ended", "free_blocks", b"free_blocks", "holders", b"holders", "idle_adapter_slots", b"idle_adapter_slots", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "queued_prefill_pairs", b"queued_prefill_pairs", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "referenced_blocks", b"referenced_blocks", "running_requests", b"running_requests", "step_costs", b"step_costs", "step_tokens", b"step_tokens", "waiting_prefill_tokens", b"waiting_prefill_tokens", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

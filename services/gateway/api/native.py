@@ -88,7 +88,9 @@ class InferenceService(InferenceServicer):
                 chat = _chat(request.chat) if request.HasField("chat") else None
                 if chat == [] or (chat is None and not request.HasField("text")):
                     raise InvalidRequest("text or chat must be given", "prompt")
-                encoded: bytes = await self._core.pool.call(_tokenize, request.model, request.text, chat)
+                encoded: bytes = await self._core.pool.call(
+                    _tokenize, self._core.catalog.base(request.model), request.text, chat
+                )
                 return TokenizeResponse.FromString(encoded)
         except Exception as error:
             await abort(context, as_gateway_error(error))
@@ -100,6 +102,7 @@ class InferenceService(InferenceServicer):
                 vocabulary = self._core.catalog.text_model(request.model).vocabulary
                 if len(request.token_ids) <= _INLINE_TOKENS:
                     return DetokenizeResponse(text=_detokenized(vocabulary, request))
+                request.model = self._core.catalog.base(request.model)
                 encoded: bytes = await self._core.pool.call(_detokenize, request.SerializeToString())
                 return DetokenizeResponse.FromString(encoded)
         except Exception as error:

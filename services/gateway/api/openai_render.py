@@ -61,7 +61,7 @@ class Reply:
         self._identity = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{request_id}",
             "created": created_s,
-            "model": plan.model,
+            "model": plan.name or plan.model,
             "system_fingerprint": f"kvmesh-{plan.model_digest.hex()[:12]}",
         }
 

@@ -49,7 +49,7 @@ class OpenAIService(OpenAIServicer):
         return _json({"object": "list", "data": models})
 
     def _model_object(self, info: ModelInfo) -> dict[str, Any]:
-        return _model_object(info, self._core.catalog.texts[info.name].sampling_defaults)
+        return _model_object(info, self._core.catalog.text_model(info.name).sampling_defaults)
 
     async def GetModel(self, request: GetModelRequest, context: Context) -> HttpBody:
         """GET /v1/models/{id}."""
@@ -155,11 +155,13 @@ def _version_object(version: ModelVersionInfo) -> dict[str, Any]:
 
 
 def _model_object(info: ModelInfo, defaults: Sampling) -> dict[str, Any]:
+    adapter = {"parent": info.parent, "adapter_digest": info.adapter_digest, "adapter_rank": info.adapter_rank}
     return {
         "id": info.name,
         "object": "model",
         "created": info.created_s,
         "owned_by": "kvmesh",
+        **({"parent": info.parent} if info.parent else {}),
         "kvmesh": {
             "context_length": info.context_length,
             "dtype": info.dtype,
@@ -172,5 +174,6 @@ def _model_object(info: ModelInfo, defaults: Sampling) -> dict[str, Any]:
                 for name, value in msgspec.structs.asdict(defaults).items()
                 if isinstance(value, (int, float))
             },
+            **(adapter if info.parent else {}),
         },
     }

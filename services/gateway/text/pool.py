@@ -21,6 +21,7 @@ import structlog
 
 from services.common.models import ModelSource
 from services.common.process import die_with_parent
+from services.gateway.adapters import Adapters, base_and_adapter
 from services.gateway.api.openai_parse import ReplyFormat, parse_openai
 from services.gateway.errors import InternalError, InvalidRequest, Overloaded
 from services.gateway.planning import Tenant, make_plan
@@ -37,9 +38,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One preparation. Exactly one of body (OpenAI, with its endpoint) and request (native) is given.
 
     model: answers in place of the one that was asked for; empty: nobody does. views: the versions of each name.
+    adapters: that may be asked for.
     """
 
     views: Views
+    adapters: Adapters = {}
     tenant: Tenant
     endpoint: str = ""
     body: bytes | None = None
@@ -74,11 +77,12 @@ class Preparer:
         assert request is not None
         if job.model:
             request = msgspec.structs.replace(request, model=job.model)
-        text, versions = self.texts.get(request.model), job.views.get(request.model)
+        base, adapter = base_and_adapter(request.model, job.views, job.adapters)
+        text, versions = self.texts.get(base), job.views.get(base)
         if not versions or text is None:
             raise ModelMissing(request.model)
         view = choose(versions, conversation_key(job.tenant.name, request))
-        plan = make_plan(request, text=text, view=view, tenant=job.tenant, block_key=self._block_key)
+        plan = make_plan(request, text=text, view=view, tenant=job.tenant, block_key=self._block_key, adapter=adapter)
         return Prepared(plan, reply)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from services.common.adapter_files import LARGEST_RANK
 from services.router.errors import FailedPreconditionError, InvalidOperationError, LabelTakenError
 
 MAX_VERSIONS = 64
@@ -21,7 +22,11 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _LEAST_PREFIX = 8
 _LABEL_DIGITS = 12
 _MAX_NAME = 256
-_MODEL, _WORKER = "model/", "worker/"
+_MAX_PATH = 1024
+MAX_ADAPTERS = 4096
+_MODEL, _WORKER, _ADAPTER = "model/", "worker/", "adapter/"
+# Between a base model's name and an adapter's; no adapter's name has it.
+ADAPTER_SEPARATOR = ":"
 
 
 class ModelEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -43,6 +48,40 @@ class DrainEntry(msgspec.Struct, frozen=True):
     """The start of a worker that gets no new requests; 0: drained no more."""
 
     epoch: int
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A low-rank adapter of a base model. digest: hex; empty: it is registered no more. path: its folder at workers."""
+
+    digest: str = ""
+    rank: int = 0
+    path: str = ""
+    created_s: int = 0
+
+
+def adapter_key(model: str, name: str) -> str:
+    """Key of an adapter's entry."""
+    return f"{_ADAPTER}{model}{ADAPTER_SEPARATOR}{name}"
+
+
+def adapter_of(key: str) -> tuple[str, str] | None:
+    """Base model and name of an adapter's key; None for other keys."""
+    if not key.startswith(_ADAPTER):
+        return None
+    model, _, name = key.removeprefix(_ADAPTER).rpartition(ADAPTER_SEPARATOR)
+    return model, name
+
+
+def check_adapter(name: str, entry: AdapterEntry) -> None:
+    """Raise InvalidOperationError for what no client could ask for or no worker load."""
+    if not _LABEL.fullmatch(name):
+        raise InvalidOperationError(f"adapter {name[:80]!r}: not 1 to 64 letters, digits or any of . _ -")
+    if not is_digest(entry.digest):
+        raise InvalidOperationError("an adapter's digest has 32 digits in hex")
+    if not 1 <= entry.rank <= LARGEST_RANK:
+        raise InvalidOperationError(f"rank {entry.rank}: must be 1 to {LARGEST_RANK}")
+    if not entry.path.startswith("/") or len(entry.path) > _MAX_PATH or not entry.path.isprintable():
+        raise InvalidOperationError(f"the folder must be an absolute path of at most {_MAX_PATH} printable characters")
 
 
 def model_key(name: str) -> str:

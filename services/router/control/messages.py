@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmesh.v1 import control_pb2
 
-from services.router.control.plane import PublicModel, Version
+from services.router.control.plane import Adapter, PublicModel, Version
 from services.router.explanations import Decision
 
 
@@ -15,6 +15,19 @@ def model_versions(model: PublicModel) -> control_pb2.ModelVersions:
         versions=map(_version, model.versions),
         weighted=bool(model.entry.weights),
         rollback_to=model.entry.label_of(model.entry.rollback_to),
+    )
+
+
+def adapter_view(adapter: Adapter) -> control_pb2.AdapterView:
+    """A registered adapter."""
+    return control_pb2.AdapterView(
+        name=adapter.name,
+        model=adapter.model,
+        path=adapter.entry.path,
+        digest=adapter.entry.digest,
+        rank=adapter.entry.rank,
+        created_s=adapter.entry.created_s,
+        resident_workers=adapter.resident_workers,
     )
 
 

@@ -12,12 +12,21 @@ import msgspec
 from services.common.redis_client import RedisClient, RedisHealth
 from services.router.catalog import CatalogEntry, Models
 from services.router.control import entries
-from services.router.control.entries import DrainEntry, ModelEntry, drain_key, model_key
+from services.router.control.entries import (
+    MAX_ADAPTERS,
+    AdapterEntry,
+    DrainEntry,
+    ModelEntry,
+    adapter_key,
+    check_adapter,
+    drain_key,
+    model_key,
+)
 from services.router.control.follower import ControlFollower
 from services.router.control.table import ControlTable
 from services.router.decisions import Decisions
 from services.router.domain import WorkerId
-from services.router.errors import UnknownError
+from services.router.errors import FailedPreconditionError, UnknownError
 from services.router.models_feed import ModelsFeed
 
 
@@ -30,6 +39,16 @@ class Version:
     weight: int
     replicas: int
     served: CatalogEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A registered adapter. resident_workers: that have it loaded."""
+
+    name: str
+    model: str
+    entry: AdapterEntry
+    resident_workers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +100,28 @@ class ControlPlane:
         self._epoch(worker_id)
         await self._set_drain(worker_id, 0)
 
+    async def add_adapter(self, model: str, name: str, *, digest: str, rank: int, path: str) -> Adapter:
+        """Let an adapter be asked for, or another content under its name."""
+        entries.check_name(model)
+        entry = AdapterEntry(digest.lower(), rank, path, int(time.time()))
+        check_adapter(name, entry)
+        before = self.table.adapters.get((model, name))
+        if before is None and len(self.table.adapters) >= MAX_ADAPTERS:
+            raise FailedPreconditionError(f"{MAX_ADAPTERS} adapters are registered: remove one")
+        if before is None or (before.digest, before.path) != (entry.digest, entry.path):
+            await self._set_adapter(model, name, entry)
+        return self._adapter(model, name)
+
+    async def remove_adapter(self, model: str, name: str) -> Adapter:
+        """No new requests for it."""
+        removed = self._adapter(model, name)
+        await self._set_adapter(model, name, AdapterEntry())
+        return removed
+
+    def adapters(self) -> list[Adapter]:
+        """All that are registered."""
+        return [self._adapter(model, name) for model, name in sorted(self.table.adapters)]
+
     def models(self) -> list[PublicModel]:
         """Every name that a worker has or that somebody has registered."""
         self.feed.refresh(time.monotonic())
@@ -106,6 +147,18 @@ class ControlPlane:
     async def _set_drain(self, worker_id: str, epoch: int) -> None:
         payload = msgspec.json.encode(DrainEntry(epoch))
         await self.follower.change(drain_key(worker_id), lambda _: payload)
+
+    async def _set_adapter(self, model: str, name: str, entry: AdapterEntry) -> None:
+        payload = msgspec.json.encode(entry, order="deterministic")
+        await self.follower.change(adapter_key(model, name), lambda _: payload)
+
+    def _adapter(self, model: str, name: str) -> Adapter:
+        entry = self.table.adapters.get((model, name))
+        if entry is None:
+            raise UnknownError(f"the model {model[:100]!r} has no adapter {name[:100]!r}")
+        digest = bytes.fromhex(entry.digest)
+        workers = self._decisions.table.workers.values()
+        return Adapter(name, model, entry, sum(digest in worker.adapters.resident for worker in workers))
 
     def _public(self, name: str, models: Models) -> PublicModel:
         entry = self.table.model(name)

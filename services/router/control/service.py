@@ -14,7 +14,7 @@ from kvmesh.v1 import control_pb2, control_pb2_grpc, router_pb2
 
 from services.common.bearer_keys import AUTHORIZATION
 from services.router.control.admin_keys import AdminKeys
-from services.router.control.messages import decision_record, model_versions
+from services.router.control.messages import adapter_view, decision_record, model_versions
 from services.router.control.plane import ControlPlane
 from services.router.decisions import Decisions
 from services.router.errors import (
@@ -102,6 +102,35 @@ class ControlService(control_pb2_grpc.ControlServicer):
             return self._worker(request.worker_id)
 
         return await self._changed(context, "undrain", request.worker_id, work)
+
+    async def AddAdapter(self, request: control_pb2.AddAdapterRequest, context: Context) -> control_pb2.AdapterView:
+        """See the proto."""
+
+        async def work() -> control_pb2.AdapterView:
+            return adapter_view(
+                await self._plane.add_adapter(
+                    request.model, request.name, digest=request.digest, rank=request.rank, path=request.path
+                )
+            )
+
+        return await self._changed(context, "add adapter", f"{request.model}:{request.name}", work)
+
+    async def RemoveAdapter(
+        self, request: control_pb2.RemoveAdapterRequest, context: Context
+    ) -> control_pb2.AdapterView:
+        """See the proto."""
+
+        async def work() -> control_pb2.AdapterView:
+            return adapter_view(await self._plane.remove_adapter(request.model, request.name))
+
+        return await self._changed(context, "remove adapter", f"{request.model}:{request.name}", work)
+
+    async def ListAdapters(
+        self, request: control_pb2.ListAdaptersRequest, context: Context
+    ) -> control_pb2.ListAdaptersResponse:
+        """See the proto."""
+        await self._owner(context)
+        return control_pb2.ListAdaptersResponse(adapters=map(adapter_view, self._plane.adapters()))
 
     async def ListModels(
         self, request: control_pb2.ListModelVersionsRequest, context: Context

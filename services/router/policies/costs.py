@@ -1,6 +1,6 @@
 """What a request would cost on each candidate, in seconds: the terms of the predicted time to first token.
 
-    predicted TTFT = queue + pull + prefill + interference + correction
+    predicted TTFT = queue + pull + prefill + interference + adapter + correction
 
 Blocks are moved where moving is predicted to be faster than computing (`pulls`). All rates are the workers' own,
 learned online.
@@ -39,6 +39,8 @@ class Costs:
     pull_s: FloatArray
     prefill_s: FloatArray
     interference_s: FloatArray
+    # Of loading the request's adapter.
+    adapter_s: FloatArray
     # Seconds from the decision to the first token: all of these, corrected by what predictions have been wrong by.
     predicted_ttft_s: FloatArray
     # Time that this request takes from others, by kind, and all kinds together.
@@ -58,15 +60,16 @@ class Costs:
         """For the explanation of some candidates; not summed: what of pull_s is waiting at holders, and the prefill
         that pulls save.
         """
-        queue_s, pull_s, prefill_s, beside_s = (
-            values[at] for values in (self.queue_s, self.pull_s, self.prefill_s, self.interference_s)
+        queue_s, pull_s, prefill_s, beside_s, adapter_s = (
+            values[at] for values in (self.queue_s, self.pull_s, self.prefill_s, self.interference_s, self.adapter_s)
         )
         return {
             "queue_s": queue_s,
             "pull_s": pull_s,
             "prefill_s": prefill_s,
             "interference_s": beside_s,
-            "correction_s": self.predicted_ttft_s[at] - (queue_s + pull_s + prefill_s + beside_s),
+            "adapter_s": adapter_s,
+            "correction_s": self.predicted_ttft_s[at] - (queue_s + pull_s + prefill_s + beside_s + adapter_s),
             "harm_s": self.harm_s[at],
             **{name: values[at] for name, values in self.harm.items()},
             "predicted_tpot_s": self.predicted_tpot_s[at],
@@ -76,7 +79,8 @@ class Costs:
 
     def uncorrected_ttft_s(self, at: int) -> float:
         """Of one candidate."""
-        return float(self.queue_s[at] + self.pull_s[at] + self.prefill_s[at] + self.interference_s[at])
+        own_s = self.queue_s[at] + self.pull_s[at] + self.prefill_s[at]
+        return float(own_s + self.interference_s[at] + self.adapter_s[at])
 
     @property
     def prefill_pairs(self) -> FloatArray:
@@ -111,12 +115,14 @@ def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
     beside_s = interference_s(ahead, rows, tokens)
     expected_s = corrected_s(view.correction, queue_s, pull.prefill_s, pull_s + beside_s, tokens)
     tpot_s = _tpot_s(beside, view, ahead.room)
+    adapter_s = _adapter_s(request, view)
     return Costs(
         queue_s=queue_s,
         pull_s=pull_s,
         prefill_s=pull.prefill_s,
         interference_s=beside_s,
-        predicted_ttft_s=rows["pace"] * expected_s,
+        adapter_s=adapter_s,
+        predicted_ttft_s=rows["pace"] * expected_s + adapter_s,
         harm=harm,
         harm_s=by_decode + by_delay + by_occupancy + by_eviction,
         predicted_tpot_s=tpot_s * rows["pace"] * view.correction.tpot,
@@ -126,6 +132,15 @@ def estimate(request: PolicyRequest, view: PolicyView) -> Costs:
         work_s=pull.prefill_s + output_s,
         pull=pull,
     )
+
+
+def _adapter_s(request: PolicyRequest, view: PolicyView) -> FloatArray:
+    """Until the request's adapter is there: loading it, and an answer's time where no place is free for it."""
+    if view.adapters is None:
+        return np.zeros(len(view.rows), np.float64)
+    service_s = request.expected_output_tokens * view.rows["decode_step_s"]
+    result: FloatArray = view.adapters.load_s + np.where(view.adapters.is_full, service_s, 0.0)
+    return result
 
 
 def _tpot_s(beside: Decodes, view: PolicyView, room: FloatArray) -> FloatArray:

@@ -21,7 +21,7 @@ IMBALANCE = 1.5
 def e2(request: PolicyRequest, view: PolicyView, costs: Costs) -> FloatArray:
     """Seconds; workers that a request is not to go to cost infinitely more than any other."""
     load_s = view.pressure.window_s
-    cost_s = load_s + costs.harm["eviction_harm_s"] + costs.prefill_s
+    cost_s = load_s + costs.harm["eviction_harm_s"] + costs.prefill_s + costs.adapter_s
     held = int(view.local_blocks.max())
     if request.prompt_tokens - held * request.block_tokens >= held * request.block_tokens:
         return cost_s

@@ -166,14 +166,28 @@ def idle(num_candidates: int) -> Pressure:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLoads:
+    """Of each candidate the seconds until it has the request's adapter, 0 where it is there, and whether all its places
+    are taken: it will load the adapter once a request with another one has ended.
+    """
+
+    load_s: FloatArray
+    is_full: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyView:
-    """Candidates only, each able to finish the request. local_blocks: leading blocks that the candidate itself has."""
+    """Candidates only, each able to finish the request. local_blocks: leading blocks that the candidate itself has.
+
+    adapters: None for requests of the base model.
+    """
 
     rows: WorkerRows
     local_blocks: IntArray
     sources: Sources
     pressure: Pressure
     correction: Correction = field(default_factory=Correction)
+    adapters: AdapterLoads | None = None
 
 
 def rendezvous(name_hashes: npt.NDArray[np.uint64], key: int) -> FloatArray:

@@ -23,6 +23,7 @@ from services.common.settings import ConfigurationError
 from services.common.telemetry import configure_logging
 from services.common.text.model_tokenizer import load_tokenizer
 from services.worker.core import CoreLimits, EngineCore
+from services.worker.engine.adapters import Adapters, adapter_loader
 from services.worker.engine.benchmark import Benchmark, measure
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.gpu import DeviceUnavailable
@@ -37,6 +38,7 @@ from services.worker.ipc import Link, wait_links
 from services.worker.link_rates import LinkRates
 from services.worker.messages import Message
 from services.worker.model.errors import ModelError
+from services.worker.model.kv_pool import TORCH_DTYPES
 from services.worker.mover_messages import FromMoverToEngine
 from services.worker.rates import Rates
 
@@ -97,11 +99,20 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
     # What is loaded stays. Looking through it, as a full collection would, holds every stream up for 0.1 s.
     gc.collect()
     gc.freeze()
-    front.send(_ready(opened, limits, speed))
+    front.send(_ready(config, opened, limits, speed))
     links = LinkRates(spec.layout.block_bytes, config.pull_half_life_s)
     grammars = Grammars(tokenizer, spec.vocab_size)
-    core = EngineCore(limits, spec.num_blocks, block_key, rates, links, grammars)
+    core = EngineCore(limits, spec.num_blocks, block_key, rates, links, grammars, _adapters(config, opened))
     return EngineLoop(core, Sampled(runner), front, mover, transfers=opened.transfers)
+
+
+def _adapters(config: EngineConfig, opened: OpenReplica) -> Adapters | None:
+    """None where the runner takes none."""
+    table, spec = opened.adapters, opened.runner.spec
+    if table is None:
+        return None
+    load = adapter_loader(table, spec.config, TORCH_DTYPES[spec.dtype], config.max_adapter_rank)
+    return Adapters(table, load, max_waiting=config.max_adapter_waiting, max_wait_s=config.adapter_wait_s)
 
 
 def _grammar_tokenizer(config: EngineConfig, vocab_size: int) -> LLTokenizer | None:
@@ -114,7 +125,7 @@ def _grammar_tokenizer(config: EngineConfig, vocab_size: int) -> LLTokenizer | N
         return None
 
 
-def _ready(opened: OpenReplica, limits: CoreLimits, speed: Benchmark) -> EngineReady:
+def _ready(config: EngineConfig, opened: OpenReplica, limits: CoreLimits, speed: Benchmark) -> EngineReady:
     spec = opened.runner.spec
     return EngineReady(
         model_digest=spec.digest,
@@ -130,6 +141,8 @@ def _ready(opened: OpenReplica, limits: CoreLimits, speed: Benchmark) -> EngineR
         block_shape=list(spec.layout.block_shape),
         transfer_slots=opened.transfer_slots,
         memory=memory_figures(spec.memory),
+        adapter_slots=0 if opened.adapters is None else opened.adapters.num_slots,
+        max_adapter_rank=0 if opened.adapters is None else config.max_adapter_rank,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from services.common.blocks import BLOCK_TOKENS
 from services.worker.chunk import Chunk
@@ -46,7 +47,15 @@ class StepBuilder:
             for row in range(end - chunk.num_draws, end)
         ]
         logit_rows = np.array(rows, dtype=np.int32)
-        return StepInput(tokens[: starts[-1]], positions[: starts[-1]], starts, ends, tables[: len(chunks)], logit_rows)
+        return StepInput(
+            tokens[: starts[-1]],
+            positions[: starts[-1]],
+            starts,
+            ends,
+            tables[: len(chunks)],
+            logit_rows,
+            _adapters(chunks),
+        )
 
     def _reserve(self, num_tokens: int, num_rows: int, num_blocks: int) -> None:
         if num_tokens > len(self._tokens):
@@ -54,3 +63,8 @@ class StepBuilder:
             self._positions = np.empty(num_tokens * 2, dtype=np.int32)
         if num_rows > self._tables.shape[0] or num_blocks != self._tables.shape[1]:
             self._tables = np.empty((max(num_rows, self._tables.shape[0]), num_blocks), dtype=np.int32)
+
+
+def _adapters(chunks: Sequence[Chunk]) -> npt.NDArray[np.int32] | None:
+    slots = [chunk.sequence.request.adapter_slot for chunk in chunks]
+    return np.array(slots, dtype=np.int32) if max(slots) >= 0 else None

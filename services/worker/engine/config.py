@@ -35,6 +35,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     staging_bytes: int
     num_blocks: int
     max_context: int
+    max_adapters: int
+    max_adapter_rank: int
+    max_adapter_waiting: int
+    adapter_wait_s: float
     step_token_budget: int
     target_step_s: float
     max_running: int

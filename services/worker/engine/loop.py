@@ -28,7 +28,7 @@ from services.worker.model.step import StepInput
 LOAD_EVERY_S = 0.1
 # While there are no requests: often enough for the silence of a second to mean something.
 IDLE_LOAD_EVERY_S = 0.2
-# While copies of blocks are under way, or grammars are compiled, of whose end nothing tells the loop.
+# While copies of blocks are under way, grammars are compiled or adapters loaded, of whose end nothing tells the loop.
 _LOOK_EVERY_S = 0.001
 # A runner that fails this often in a row is not coming back; the replica restarts.
 MAX_FAILED_STEPS = 5
@@ -76,7 +76,7 @@ class EngineLoop:
             progressed = self.turn()
             if not progressed:
                 wait_s = self._next_load_s - self._clock()
-                if self._core.is_compiling or not self._transfers.is_settled:
+                if self._core.is_preparing or not self._transfers.is_settled:
                     wait_s = min(wait_s, _LOOK_EVERY_S)
                 wait_links([self._front, self._mover], max(0.0, wait_s))
 
@@ -90,6 +90,7 @@ class EngineLoop:
         self._exchange()
         now = self._clock()
         self._core.take_grammars()
+        self._core.take_adapters(now)
         self._core.expire(now)
         chunks = self._core.schedule(now)
         started = bool(chunks) and self._start(chunks)

@@ -21,6 +21,7 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.gpu import cuda_device
 from services.worker.engine.load_progress import ProgressTeller
 from services.worker.engine_messages import LoadProgress
+from services.worker.model.adapter import AdapterTable
 from services.worker.model.device.block_copier import PoolCopier
 from services.worker.model.device.timeline import CpuTimeline
 from services.worker.model.kv_pool import KvPool
@@ -49,6 +50,8 @@ class OpenReplica:
     runner: ModelRunner
     transfers: BlockTransfers
     transfer_slots: int
+    # None: the runner takes no adapters.
+    adapters: AdapterTable | None = None
 
 
 def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgress], None]) -> OpenReplica:
@@ -88,12 +91,14 @@ def _open_cpu(config: EngineConfig, threads: int, tell: Callable[[LoadProgress],
         served_context=context,
         max_step_tokens=config.step_token_budget,
         staging_bytes=0 if staging is None else staging.nbytes,
+        adapter_slots=config.max_adapters,
         progress=ProgressTeller(files.size, tell).add,
     )
+    adapters = runner.decoder.adapters if config.max_adapters else None
     if staging is None:
-        return OpenReplica(runner, SharedTransfers(), num_blocks)
+        return OpenReplica(runner, SharedTransfers(), num_blocks, adapters)
     copier = PoolCopier(KvPool(runner.decoder.pool, layout), staging, CpuTimeline())
-    return OpenReplica(runner, StagedTransfers(copier, len(staging)), len(staging))
+    return OpenReplica(runner, StagedTransfers(copier, len(staging)), len(staging), adapters)
 
 
 def share_memory(descriptor: int, num_bytes: int) -> mmap.mmap:

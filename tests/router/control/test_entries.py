@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.control.entries import ALL, ModelEntry, register, rollback, set_traffic, unregister
+from services.router.control.entries import (
+    ALL,
+    AdapterEntry,
+    ModelEntry,
+    adapter_key,
+    adapter_of,
+    check_adapter,
+    register,
+    rollback,
+    set_traffic,
+    unregister,
+)
+from services.router.control.table import KEEP_US, ControlTable, Entry
 from services.router.errors import FailedPreconditionError, InvalidOperationError, LabelTakenError, OperatorError
 
 A, B, C = ("a" * 32, "b" * 32, "c" * 32)
@@ -94,3 +107,33 @@ def test_whatever_operators_do_only_registered_versions_have_weights(steps: list
         assert all(weight > 0 for weight in entry.weights.values())
         assert entry.rollback_to in {"", *digests}
         assert set(entry.weights) != {entry.rollback_to}
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "says"),
+    [
+        ("a:b", AdapterEntry(A, 8, "/a"), "not 1 to 64 letters"),
+        ("a", AdapterEntry("abc", 8, "/a"), "32 digits in hex"),
+        ("a", AdapterEntry(A, 0, "/a"), "rank 0"),
+        ("a", AdapterEntry(A, 8, "a"), "an absolute path"),
+        ("a", AdapterEntry(A, 8, "/a\n"), "an absolute path"),
+    ],
+)
+def test_adapters_that_nobody_could_ask_for_or_load(name: str, entry: AdapterEntry, says: str) -> None:
+    check_adapter("one.two-3", AdapterEntry(A, 8, "/a"))
+    with pytest.raises(InvalidOperationError, match=says):
+        check_adapter(name, entry)
+
+
+def test_a_removed_adapter_does_not_apply_and_is_kept_for_a_day() -> None:
+    key, table = adapter_key("a model: with colons", "one"), ControlTable()
+    assert adapter_of(key) == ("a model: with colons", "one")
+    entry = AdapterEntry(A, 8, "/a", 5)
+    table.replace({key: Entry(1, msgspec.json.encode(entry))})
+    assert table.adapters == {("a model: with colons", "one"): entry}
+    assert not table.is_over(key, {}, KEEP_US * 2)
+    table.replace({key: Entry(2, msgspec.json.encode(AdapterEntry()))})
+    assert table.adapters == {}
+    assert not table.is_over(key, {}, KEEP_US - 1)
+    assert table.is_over(key, {}, KEEP_US + 2)
+    assert table.beyond({}, {}, 3) == {key: table.entries[key]}

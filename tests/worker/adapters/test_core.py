@@ -1,0 +1,158 @@
+"""Requests with adapters through the engine's core: loading beside others, full places, and what fails alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from services.common.adapter_files import InvalidAdapter
+from services.worker.adapters.source import AdapterRef
+from services.worker.core import EngineCore
+from services.worker.draws import Draws
+from services.worker.engine.adapters import Adapters
+from services.worker.engine.batch import StepBuilder
+from services.worker.messages import Abort, RequestFailed, StaleRequest, StepOutput
+from services.worker.model.adapter import AdapterWeights
+from tests.worker.cores import make_core, submit
+
+PROMPT = [1, 2, 3]
+REFS = [AdapterRef(bytes([number]) * 16, f"/adapters/{number}") for number in range(4)]
+BROKEN = AdapterRef(b"x" * 16, "/broken")
+WITHIN_S = 30.0
+
+
+@dataclass
+class Table:
+    """Notes what is put where."""
+
+    num_slots: int = 2
+    slots: dict[int, object] = field(default_factory=dict)
+
+    def prepare(self, weights: AdapterWeights) -> object:
+        raise NotImplementedError
+
+    def put(self, slot: int, prepared: object | None) -> None:
+        self.slots[slot] = prepared
+
+
+@dataclass
+class Engine:
+    """A core, its adapters, and a gate that loads wait at."""
+
+    core: EngineCore
+    table: Table
+    adapters: Adapters
+    gate: threading.Event
+    now: float = 0.0
+
+    def turn(self) -> list[int]:
+        """One step; adapter slots of its sequences."""
+        self.core.take_adapters(self.now)
+        chunks = self.core.schedule(self.now)
+        if not chunks:
+            return []
+        step = StepBuilder().build(chunks)
+        used = [-1] * len(chunks) if step.adapters is None else step.adapters.tolist()
+        drawing = [chunk for chunk in chunks if chunk.draws]
+        self.core.commit(chunks, Draws([5] * len(drawing), [None] * len(drawing)), 0.01, self.now)
+        return used
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + WITHIN_S
+        while not condition():
+            assert time.monotonic() < ends_s
+            self.turn()
+            time.sleep(0.001)
+
+    def completed(self) -> set[int]:
+        outputs = [message for message in self.core.to_front if isinstance(message, StepOutput)]
+        return {usage.key for output in outputs for usage in output.completed}
+
+    def failures(self) -> dict[int, str]:
+        return {one.key: one.code for one in self.core.to_front if isinstance(one, RequestFailed)}
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    table, gate = Table(), threading.Event()
+
+    def load(adapter: AdapterRef) -> object:
+        assert gate.wait(WITHIN_S)
+        if adapter == BROKEN:
+            raise InvalidAdapter("nothing there")
+        return adapter.digest
+
+    adapters = Adapters(table, load, max_waiting=1, max_wait_s=5.0)
+    yield Engine(make_core(adapters=adapters), table, adapters, gate)
+    gate.set()
+    adapters.close()
+
+
+def test_others_run_while_an_adapter_is_loaded(engine: Engine) -> None:
+    engine.core.handle(submit(1, PROMPT, 3, adapter=REFS[0]), 0.0)
+    engine.core.handle(submit(2, PROMPT, 3), 0.0)
+    assert [engine.turn() for _ in range(3)] == [[-1], [-1], [-1]]
+    assert engine.completed() == {2}
+    assert engine.core.is_preparing
+    engine.gate.set()
+    engine.until(lambda: engine.completed() == {1, 2})
+    assert engine.table.slots == {0: REFS[0].digest}
+    assert engine.core.load(0.0).adapters is not None
+    figures = engine.adapters.figures
+    assert (figures.resident, figures.loads, figures.idle) == ([REFS[0].digest], 1, 2)
+
+
+def test_sequences_of_one_step_have_their_own_adapters(engine: Engine) -> None:
+    engine.gate.set()
+    for key, ref in enumerate((REFS[0], REFS[1], None, REFS[0])):
+        engine.core.handle(submit(key, [*PROMPT, key], 50, adapter=ref), 0.0)
+    seen: list[list[int]] = []
+    engine.until(lambda: bool(seen.append(engine.turn())) or len(seen[-1]) == 4)
+    assert sorted(seen[-1]) == [-1, 0, 0, 1]
+    digests = {number: engine.table.slots[number] for number in (0, 1)}
+    assert digests == {0: REFS[0].digest, 1: REFS[1].digest}
+
+
+def test_full_places_make_a_bounded_queue_with_a_deadline(engine: Engine) -> None:
+    engine.gate.set()
+    for key in (1, 2):
+        engine.core.handle(submit(key, PROMPT, 200, adapter=REFS[key]), 0.0)
+    engine.until(lambda: len(engine.turn()) == 2)
+    engine.core.handle(submit(3, PROMPT, 2, adapter=REFS[3]), 0.0)
+    engine.core.handle(submit(4, PROMPT, 2, adapter=REFS[0]), 0.0)
+    assert any(isinstance(one, StaleRequest) and one.key == 4 for one in engine.core.to_front)
+    assert engine.adapters.figures.waiting == 1
+    engine.core.handle(Abort(1), 0.0)
+    engine.until(lambda: 3 in engine.completed())
+    assert engine.adapters.figures.evictions == 1
+    engine.until(lambda: engine.adapters.figures.idle == 1)
+    engine.core.handle(submit(5, PROMPT, 200, adapter=REFS[1]), 0.0)
+    engine.until(lambda: len(engine.turn()) == 2)
+    engine.core.handle(submit(6, PROMPT, 2, adapter=REFS[0]), engine.now)
+    engine.now += 6.0
+    engine.turn()
+    assert engine.failures() == {6: "RESOURCE_EXHAUSTED"}
+
+
+def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone(engine: Engine) -> None:
+    engine.core.handle(submit(1, PROMPT, 2, adapter=BROKEN), 0.0)
+    engine.core.handle(submit(2, PROMPT, 2, adapter=REFS[0]), 0.0)
+    engine.core.handle(submit(3, PROMPT, 2, adapter=BROKEN), 0.0)
+    engine.gate.set()
+    engine.until(lambda: engine.completed() == {2} and set(engine.failures()) == {1, 3})
+    assert set(engine.failures().values()) == {"FAILED_PRECONDITION"}
+    assert engine.adapters.figures.failures == 1
+    assert engine.core.is_idle
+    assert not engine.core.is_preparing
+
+
+def test_a_core_without_adapters_refuses_them() -> None:
+    core = make_core()
+    core.handle(submit(1, PROMPT, 2, adapter=REFS[0]), 0.0)
+    (message,) = core.to_front
+    assert isinstance(message, RequestFailed)
+    assert message.code == "FAILED_PRECONDITION"

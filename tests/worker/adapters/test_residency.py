@@ -1,0 +1,165 @@
+"""Slots of adapters: random requests, loads, failures and ends against the rules of who may have what."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.adapters.residency import OVERTAKE_S, Load, Residency
+
+ADAPTERS = [bytes([number]) * 16 for number in range(5)]
+
+
+class Requests:
+    """Drives a Residency, and keeps the books of what it may do."""
+
+    def __init__(self, num_slots: int, max_waiting: int) -> None:
+        self.num_slots = num_slots
+        self.max_waiting = max_waiting
+        self.residency = Residency(num_slots, max_waiting=max_waiting)
+        self.now = 0.0
+        self.next_key = 0
+        # Of every request that has not ended its adapter, and of those that have a slot, which.
+        self.wanted: dict[int, bytes] = {}
+        self.given: dict[int, int] = {}
+        self.loading: dict[int, Load] = {}
+        self.loaded: dict[int, bytes] = {}
+
+    def ask(self, adapter: bytes) -> None:
+        if not self.residency.has_room(adapter):
+            assert self.residency.num_waiting >= self.max_waiting
+            return
+        self.next_key += 1
+        self.wanted[self.next_key] = adapter
+        self.residency.ask(self.next_key, adapter, self.now)
+
+    def end(self, number: int) -> None:
+        if self.wanted:
+            key = sorted(self.wanted)[number % len(self.wanted)]
+            self.residency.release(key)
+            self.residency.release(key)
+            self.forget(key)
+
+    def forget(self, key: int) -> None:
+        del self.wanted[key]
+        self.given.pop(key, None)
+
+    def settle(self, number: int, *, fails: bool) -> None:
+        if not self.loading:
+            return
+        slot = sorted(self.loading)[number % len(self.loading)]
+        load = self.loading.pop(slot)
+        if not fails:
+            self.loaded[slot] = load.digest
+            self.residency.loaded(slot)
+            return
+        for key in self.residency.failed(slot):
+            assert self.wanted[key] == load.digest
+            self.forget(key)
+
+    def pass_time(self, seconds: float, max_wait_s: float) -> None:
+        self.now += seconds
+        for key in self.residency.late(self.now, max_wait_s):
+            assert key not in self.given
+            self.forget(key)
+
+    def take(self) -> None:
+        self.residency.serve(self.now)
+        for load in self.residency.take_loads():
+            assert load.slot not in self.loading
+            assert load.slot not in self.given.values(), "a held slot was given away"
+            assert load.digest not in [self.loaded.get(slot) for slot in range(self.num_slots) if slot != load.slot]
+            self.loaded.pop(load.slot, None)
+            self.loading[load.slot] = load
+        for key, slot in self.residency.take_granted():
+            assert key not in self.given
+            assert self.loaded[slot] == self.wanted[key]
+            self.given[key] = slot
+
+    def check(self) -> None:
+        assert len(self.loaded) + len(self.loading) <= self.num_slots
+        assert sorted(self.residency.resident) == sorted(self.loaded.values())
+        assert self.residency.num_waiting <= max(self.max_waiting, 0)
+        for key, slot in self.given.items():
+            assert self.loaded[slot] == self.wanted[key]
+        idle = self.num_slots - len({*self.given.values(), *self.loading})
+        assert self.residency.num_idle == idle
+        assert not (idle and self.residency.num_waiting), "a slot is free while somebody waits"
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.sampled_from(ADAPTERS)),
+        st.tuples(st.just("end"), st.integers(0, 99)),
+        st.tuples(st.just("loaded"), st.integers(0, 99)),
+        st.tuples(st.just("failed"), st.integers(0, 99)),
+        st.tuples(st.just("time"), st.floats(0.0, 3.0)),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3), st.integers(0, 4), STEPS)
+def test_nobody_loses_a_slot_and_nobody_is_forgotten(
+    num_slots: int, max_waiting: int, steps: list[tuple[str, object]]
+) -> None:
+    requests = Requests(num_slots, max_waiting)
+    for action, value in steps:
+        match action, value:
+            case "ask", bytes():
+                requests.ask(value)
+            case "end", int():
+                requests.end(value)
+            case "loaded" | "failed", int():
+                requests.settle(value, fails=action == "failed")
+            case "time", float():
+                requests.pass_time(value, 5.0)
+        requests.take()
+        requests.check()
+    for _ in range(len(requests.wanted) + num_slots + 1):
+        while requests.loading:
+            requests.settle(0, fails=False)
+            requests.take()
+        # All that is there has been given out: whoever is left waits for others' ends.
+        for key in list(requests.given):
+            requests.residency.release(key)
+            requests.forget(key)
+        requests.take()
+    assert not requests.wanted
+    assert requests.residency.is_settled
+
+
+def test_the_least_recently_held_gives_way() -> None:
+    requests = Requests(2, 4)
+    for adapter in (ADAPTERS[0], ADAPTERS[1], ADAPTERS[0]):
+        requests.ask(adapter)
+        requests.take()
+        requests.settle(0, fails=False)
+        requests.take()
+        requests.end(0)
+    requests.ask(ADAPTERS[2])
+    requests.take()
+    requests.settle(0, fails=False)
+    assert set(requests.residency.resident) == {ADAPTERS[0], ADAPTERS[2]}
+    assert requests.residency.evictions == 1
+
+
+def test_who_has_an_adapter_overtakes_for_a_while_only() -> None:
+    requests = Requests(1, 4)
+    requests.ask(ADAPTERS[0])
+    requests.take()
+    requests.settle(0, fails=False)
+    requests.take()
+    requests.ask(ADAPTERS[1])
+    requests.ask(ADAPTERS[0])
+    requests.take()
+    assert len(requests.given) == 2
+    requests.now += OVERTAKE_S + 0.1
+    requests.ask(ADAPTERS[0])
+    requests.take()
+    assert len(requests.given) == 2
+    for _ in range(2):
+        requests.end(sorted(requests.wanted).index(min(requests.given)))
+        requests.take()
+    assert [load.digest for load in requests.loading.values()] == [ADAPTERS[1]]
