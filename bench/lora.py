@@ -16,13 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.kv_table import Machine
 from bench.merged_weights import merged_layer
 from bench.random_adapters import write_random_adapter
 from services.common.models import DEFAULT_MODEL, resolve_model
@@ -49,23 +50,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=100, help="sequences of the batch, and adapters")
     parser.add_argument("--rounds", type=int, default=5, help="of every kind of batch")
     parser.add_argument("--threads", type=int, default=2, help="compute threads")
-    parser.add_argument("--check", type=int, default=10, help="adapters compared with merged weights")
+    parser.add_argument("--check", type=int, default=10, help="adapters compared with merged weights; 0: none")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args(argv)
     path = resolve_model(arguments.model).path
     with tempfile.TemporaryDirectory() as folder:
         folders = _write_adapters(Path(folder), open_model(path).config, arguments.batch)
         figures = {
+            "machine": asdict(Machine.here()),
             "model": arguments.model,
             "rank": RANK,
             "batch": arguments.batch,
             "threads": arguments.threads,
             "bfloat16": _speeds(path, folders, arguments),
-            "merged": _compare(path, folders[: arguments.check]),
         }
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        _write(arguments.json, figures)
+        if arguments.check:
+            _write(arguments.json, {**figures, "merged": _compare(path, folders[: arguments.check])})
     return 0
+
+
+def _write(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _write_adapters(folder: Path, config: ModelConfig, count: int) -> list[Path]:

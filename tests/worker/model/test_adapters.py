@@ -16,6 +16,7 @@ import torch
 
 from bench.merged_weights import merged_layer
 from bench.random_adapters import write_random_adapter
+from kernels.cpu.packing import IntegerFormat
 from services.common.adapter_files import PROJECTIONS
 from services.worker.model.adapter import AdapterWeights, load_adapter
 from services.worker.model.config import ModelConfig
@@ -58,13 +59,18 @@ def cast(weights: ModelWeights, dtype: torch.dtype) -> ModelWeights:
 
 
 def make_decoder(
-    model: tuple[ModelConfig, ModelWeights], dtype: str, slots: int, *, compiled: bool
+    model: tuple[ModelConfig, ModelWeights],
+    dtype: str,
+    slots: int,
+    *,
+    compiled: bool,
+    integers: IntegerFormat | None = None,
 ) -> NativeDecoder | TorchDecoder:
     config, weights = model
     pool = KvPool.on_device(torch.device("cpu"), kv_layout(config, dtype), NUM_BLOCKS)  # type: ignore[arg-type]
     weights = cast(weights, DTYPES[dtype])
     if compiled:
-        return NativeDecoder(config, weights, pool, CONTEXT, adapter_slots=slots)
+        return NativeDecoder(config, weights, pool, CONTEXT, integers, slots)
     return TorchDecoder(config, weights, pool, CONTEXT, slots)
 
 
@@ -142,6 +148,20 @@ def test_rows_do_not_depend_on_others_adapters(
         run(decoder, [Chunk(prompt[:2], 0, table)], [slot])
         assert torch.equal(run(decoder, [Chunk(prompt[2:], 2, table)], [slot])[0], together[seq])
     assert torch.equal(run(decoder, [Chunk(prompts[1], 0, tables[1])])[0], together[1])
+
+
+@pytest.mark.parametrize("integers", ["int8", "int4", "int8-dynamic"])
+def test_rounded_weights_take_adapters(
+    model: tuple[ModelConfig, ModelWeights], tmp_path: Path, integers: IntegerFormat
+) -> None:
+    weights = load_adapter(write_random_adapter(tmp_path, model[0], seed=1), model[0], torch.bfloat16, max_rank=8)
+    decoder = make_decoder(model, "bfloat16", 1, compiled=True, integers=integers)
+    put(decoder, 0, weights)
+    chunks = [Chunk(list(range(100, 120)), 0, [2 * seq, 2 * seq + 1]) for seq in range(2)]
+    base, adapted = run(decoder, chunks, [-1, 0])
+    assert torch.equal(base, run(decoder, chunks[:1])[0])
+    assert torch.equal(adapted, run(decoder, chunks[1:], [0])[0])
+    assert not torch.allclose(base, adapted, atol=0.1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
