@@ -24,6 +24,9 @@ class MeshOptions(BaseModel):
     routers: int = Field(1, ge=1, le=16)
     gateways: int = Field(1, ge=1, le=16)
     models: tuple[str, ...] = (DEFAULT_MODEL,)
+    on_demand: tuple[str, ...] = ()
+    max_loaded_models: int = Field(2, ge=1, le=256)
+    unload_idle_s: float = Field(300.0, ge=0)
     engine: Literal["model", "sim"] | None = None
     device: Literal["cpu", "cuda"] | None = None
     dtype: Literal["bfloat16", "float32"] | None = None
@@ -47,7 +50,7 @@ class MeshOptions(BaseModel):
     @property
     def fair_threads(self) -> int:
         """Compute threads of each worker when nothing else says: the cores shared out."""
-        return max(1, (os.cpu_count() or 1) // len(self.roles))
+        return max(1, (os.cpu_count() or 1) // (len(self.roles) + min(self.max_loaded_models, len(self.on_demand))))
 
 
 def mesh_options(**values: object) -> MeshOptions:
@@ -55,13 +58,15 @@ def mesh_options(**values: object) -> MeshOptions:
     given = {name: value for name, value in values.items() if value is not None}
     if {"prefill_workers", "decode_workers"} & given.keys():
         given.setdefault("workers", 0)
+    if given.get("on_demand") and given.get("workers") == 0:
+        given.setdefault("models", ())
     try:
         options = MeshOptions(**given)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0]).replace("_", "-")
         raise CliError(f"--{name}={first['input']!r}: {first['msg']}") from None
-    if options.workers + options.decode_workers < 1:
+    if options.workers + options.decode_workers < 1 and not options.on_demand:
         raise CliError(f"--workers={options.workers}: no worker would answer, those for prompts aside")
     if len(options.roles) < len(options.models):
         raise CliError(f"--workers={len(options.roles)}: fewer than the {len(options.models)} models")

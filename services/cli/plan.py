@@ -54,12 +54,17 @@ class Binaries:
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
-    """All processes, in the order of starting, and the files that they read."""
+    """All processes, in the order of starting, and the files that they read.
+
+    on_demand: workers that are started when their model, by name, is asked for, at most max_loaded at a time.
+    """
 
     processes: tuple[ProcessSpec, ...]
     files: dict[Path, str]
     redis_url: str
     http_address: str
+    on_demand: dict[str, ProcessSpec] = field(default_factory=dict)
+    max_loaded: int = 0
 
 
 class Planner:
@@ -69,6 +74,7 @@ class Planner:
         self,
         options: MeshOptions,
         models: tuple[ModelSource, ...],
+        on_demand: tuple[ModelSource, ...] = (),
         *,
         state: StateDir,
         binaries: Binaries,
@@ -78,6 +84,7 @@ class Planner:
     ) -> None:
         self._options = options
         self._models = models
+        self._on_demand = on_demand
         self._state = state
         self._binaries = binaries
         self._ports = ports
@@ -94,15 +101,18 @@ class Planner:
             valkey, redis_url = self._valkey()
             first.append(valkey)
         kvstores = [self._service("kvstore", one, redis_url, *self._kvstore(one)) for one in range(options.kvstores)]
-        routers = [
-            self._service("router", one, redis_url, *_flag("policy", options.policy)) for one in range(options.routers)
-        ]
+        routers = [self._service("router", one, redis_url, *self._router()) for one in range(options.routers)]
         workers = [self._service("worker", one, redis_url, *self._worker(one)) for one in range(len(options.roles))]
+        on_demand = {
+            model.name: self._service("worker", number, redis_url, *self._worker_of(model))
+            for number, model in enumerate(self._on_demand, len(workers))
+        }
         gateways = [
             self._service("gateway", one, redis_url, *self._gateway(one, routers)) for one in range(options.gateways)
         ]
         processes = (*first, *kvstores, *routers, *workers, *gateways, self._envoy(gateways))
-        return MeshPlan(processes, self._files, redis_url, f"{options.http_host}:{options.http_port}")
+        address = f"{options.http_host}:{options.http_port}"
+        return MeshPlan(processes, self._files, redis_url, address, on_demand, options.max_loaded_models)
 
     def _service(self, kind: str, number: int, redis_url: str, *arguments: str) -> ProcessSpec:
         name = f"{kind}-{number}"
@@ -143,16 +153,29 @@ class Planner:
             *_flag("ssd-path", None if ssd is None else self._state.ssd(f"kvstore-{number}")),
         )
 
+    def _router(self) -> tuple[str, ...]:
+        options = self._options
+        return (
+            *_flag("policy", options.policy),
+            *_flag("unload-idle-s", options.unload_idle_s if self._on_demand else None),
+        )
+
     def _worker_defaults(self) -> dict[str, str]:
         """Simulated workers have no compute threads."""
         options = self._options
         return {} if options.engine == "sim" else {"KVMESH_WORKER_THREADS": str(options.fair_threads)}
 
     def _worker(self, number: int) -> tuple[str, ...]:
-        options, model = self._options, self._models[number % len(self._models)]
+        role = self._options.roles[number]
+        return (
+            *self._worker_of(self._models[number % len(self._models)]),
+            *_flag("role", None if role == "both" else role),
+        )
+
+    def _worker_of(self, model: ModelSource) -> tuple[str, ...]:
+        options = self._options
         return (
             *_flag("model", f"{model.name}={model.path}"),
-            *_flag("role", None if options.roles[number] == "both" else options.roles[number]),
             *_flag("engine", options.engine),
             *_flag("device", options.device),
             *_flag("dtype", options.dtype),
@@ -165,9 +188,12 @@ class Planner:
         # Each begins with another router, so that all of them work.
         first = number % len(routers)
         addresses = ",".join(router.address for router in routers[first:] + routers[:first])
-        models = ",".join(f"{model.name}={model.path}" for model in self._models)
+        models = ",".join(f"{model.name}={model.path}" for model in (*self._models, *self._on_demand))
         kept = str(self._state.generations(f"gateway-{number}"))
-        return ("--routers", addresses, "--models", models, "--generations-file", kept)
+        return (
+            *("--routers", addresses, "--models", models, "--generations-file", kept),
+            *_flag("on-demand-models", ",".join(model.name for model in self._on_demand) or None),
+        )
 
     def _valkey(self) -> tuple[ProcessSpec, str]:
         address, port = self._address_and_port()

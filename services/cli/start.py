@@ -108,7 +108,10 @@ def stop_supervisor(state: StateDir, timeout_s: float) -> bool:
 def _plan(options: MeshOptions, state: StateDir, password: str) -> MeshPlan:
     if not is_free(options.http_host, options.http_port):
         raise StartError(f"port {options.http_port} on {options.http_host} is taken (--http-port)")
-    models = tuple(resolve_model(spec) for spec in options.models)
+    models, on_demand = (tuple(map(resolve_model, specs)) for specs in (options.models, options.on_demand))
+    names = [source.name for source in (*dict.fromkeys(models), *on_demand)]
+    if len(set(names)) < len(names):
+        raise StartError(f"--on-demand: two models have one name ({', '.join(sorted(names))})")
     try:
         binaries = Binaries(envoy=envoy_binary(), valkey=valkey_binary())
     except MissingBinaryError as error:
@@ -119,6 +122,7 @@ def _plan(options: MeshOptions, state: StateDir, password: str) -> MeshPlan:
     return Planner(
         options,
         models,
+        on_demand,
         state=state,
         binaries=binaries,
         ports=free_ports(),

@@ -16,14 +16,17 @@ from typing import Any
 
 from services.cli.canary_start import canary_rollout
 from services.cli.child import Child
+from services.cli.control_client import ControlClient
 from services.cli.errors import CliError, StartError
 from services.cli.load_progress import load_progress
 from services.cli.logs import rotate
+from services.cli.model_loader import ModelLoader
 from services.cli.plan import STOP_ORDER, MeshPlan, ProcessSpec
 from services.cli.probes import PROBE_TIMEOUT_S, http_exchange, http_status
 from services.cli.requests import answering
 from services.cli.rollout import Rollout
 from services.cli.state import StateDir
+from services.common.security import MeshSecret
 
 STOP_DEADLINE_S = 10.0
 # After a start that failed: nobody is being served.
@@ -57,23 +60,37 @@ class Supervisor:
         self._runs: set[asyncio.Task[None]] = set()
         self._redis_password = redis_password
         self._children = list(map(self._child, plan.processes))
+        self._loader = ModelLoader(
+            plan.on_demand,
+            max_loaded=plan.max_loaded,
+            client=self._control,
+            new_child=self._child,
+            children=self._children,
+            paused=self._rolling.locked,
+            changed=self._publish,
+            report=report,
+        )
 
     async def run(self, on_ready: Callable[[], None]) -> None:
         """Until SIGTERM, SIGINT or SIGHUP. Raises StartError after stopping what had started."""
-        rotation = asyncio.create_task(self._rotate_logs())
+        background = [asyncio.create_task(self._rotate_logs())]
         with _stop_signals() as stop:
             try:
                 await self._until_stopped(stop, self._start(self._start_timeout_s))
                 if not stop.is_set():
                     self._served = True
                     self._set_phase("ready")
+                    if self._plan.on_demand:
+                        background.append(asyncio.create_task(self._loader.run()))
                     async with answering(self._state, {"rollout": self._roll_out}):
                         on_ready()
                         await self._until_stopped(stop, _forever())
             finally:
                 self._set_phase("stopping")
+                for task in background:
+                    task.cancel()
                 await self._stop(stop)
-                rotation.cancel()
+                await self._loader.ended()
 
     def _child(self, spec: ProcessSpec) -> Child:
         return Child(
@@ -84,6 +101,11 @@ class Supervisor:
             report=self._report,
             changed=self._publish,
         )
+
+    def _control(self) -> ControlClient:
+        secret = MeshSecret(self._state.secret_file.read_text().strip())
+        routers = [child.spec.address for child in self._children if child.spec.kind == "router"]
+        return ControlClient(routers, secret, self._state.admin_key_file.read_text().strip())
 
     async def _roll_out(self, asked: dict[str, Any], report: Callable[[str], None]) -> None:
         """Raises CliError."""

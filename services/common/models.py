@@ -26,6 +26,11 @@ class ModelSource:
         """Whether the artifact is one GGUF file."""
         return self.path.suffix == ".gguf"
 
+    def num_bytes(self) -> int:
+        """Bytes that are read to load it. Raises OSError."""
+        files = [self.path] if self.is_gguf else self.path.glob("*.safetensors")
+        return sum(file.stat().st_size for file in files)
+
 
 def resolve_model(spec: str) -> ModelSource:
     """The artifact of `spec`: `smollm2-135m`, `PATH` or `NAME=PATH`. Raises ConfigurationError naming it."""

@@ -1,8 +1,8 @@
 """How a request begins to run: prepare it, charge its tenant, start its streams, and wait until a worker has taken it.
 
-When the version of the model that it was to have lost its workers in the meantime, it begins again with another. When
-no worker would meet its objectives and its tenant has a fallback model, the request begins again with that one.
-Whatever has begun ends with the session.
+A model that is loaded on demand is waited for. When the version of the model that it was to have lost its workers in
+the meantime, it begins again with another. When no worker would meet its objectives and its tenant has a fallback
+model, the request begins again with that one. Whatever has begun ends with the session.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from services.common.fair_queue import RequestClass
 from services.gateway.adapters import base_and_adapter
 from services.gateway.api.openai_parse import ReplyFormat
 from services.gateway.catalog import ModelCatalog
-from services.gateway.errors import AnswerNotKept, ModelUnavailable, ObjectiveUnmet
+from services.gateway.cold_starts import ColdStarts
+from services.gateway.errors import AnswerNotKept, ModelLoading, ModelUnavailable, ObjectiveUnmet
 from services.gateway.generation import Generation
 from services.gateway.grammars.checker import GrammarChecker
 from services.gateway.idempotency_records import Claim
@@ -68,23 +69,24 @@ class Beginner:
     metrics: GatewayMetrics
     keyed: KeyedRequests
     grammars: GrammarChecker
+    cold: ColdStarts
     block_key: bytes
 
     async def begin_openai(self, session: Session, endpoint: str, body: bytes) -> Begun:
         """Begin an OpenAI body. Raises GatewayError."""
-        job = Job(
-            views=self.catalog.views,
-            adapters=self.catalog.adapters,
-            tenant=session.tenant,
-            endpoint=endpoint,
-            body=body,
-        )
+        job = self._job_of(session, endpoint=endpoint, body=body)
         return await self._begin(session, job, body)
 
     async def begin_native(self, session: Session, request: GenerationRequest) -> Begun:
         """Begin a native request. Raises GatewayError."""
-        job = Job(views=self.catalog.views, adapters=self.catalog.adapters, tenant=session.tenant, request=request)
+        job = self._job_of(session, request=request)
         return await self._begin(session, job, msgspec.msgpack.encode(request, order="sorted"))
+
+    def _job_of(self, session: Session, **request: Any) -> Job:
+        catalog = self.catalog
+        return Job(
+            views=catalog.views, adapters=catalog.adapters, aliases=catalog.aliases, tenant=session.tenant, **request
+        )
 
     async def _begin(self, session: Session, job: Job, body: bytes) -> Begun:
         """body: tells the request from others with its idempotency key."""
@@ -102,7 +104,7 @@ class Beginner:
         try:
             return await self._run_some_version(session, job)
         except ObjectiveUnmet:
-            fallback = self.tenants.of(session.tenant.name).fallback_model
+            fallback = self.catalog.resolve(self.tenants.of(session.tenant.name).fallback_model)
             if fallback in ("", session.model) or fallback not in self.catalog.views:
                 raise
             _log.info("fallback", request_id=session.request_id, model=session.model, fallback=fallback)
@@ -115,17 +117,23 @@ class Beginner:
         while True:
             try:
                 return await self._run(session, job)
+            except ModelLoading:
+                raise
             except ModelUnavailable:
-                plan, others = session.plan, None
-                if session.generation is not None and plan is not None:
-                    others = without(job.views, plan.model, plan.model_digest)
-                if plan is None or others is None:
+                plan = session.plan
+                if session.generation is None or plan is None:
                     raise
-                version = self.catalog.label(plan.model, plan.model_digest)
-                _log.warning("version_fallback", request_id=session.request_id, model=plan.model, version=version)
-                self.metrics.count_version_fallback(plan.model, version)
+                others = without(job.views, plan.model, plan.model_digest)
+                if others is None and plan.model not in self.cold.models:
+                    raise
                 session.withdraw()
-                job = msgspec.structs.replace(job, views=others)
+                if others is None:
+                    await self._wait_for(plan.model, session, has_gone=True)
+                else:
+                    version = self.catalog.label(plan.model, plan.model_digest)
+                    _log.warning("version_fallback", request_id=session.request_id, model=plan.model, version=version)
+                    self.metrics.count_version_fallback(plan.model, version)
+                job = msgspec.structs.replace(job, views=others or self.catalog.views)
 
     async def _run(self, session: Session, job: Job) -> Begun:
         prepared = await self._prepare(session, job)
@@ -170,12 +178,9 @@ class Beginner:
         return Begun(prepared.plan, prepared.reply, session.generation, await session.generation.read())
 
     async def _prepare(self, session: Session, job: Job) -> Prepared:
-        started_s = time.monotonic()
-        with _tracer.start_as_current_span("tokenize") as span:
-            prepared = await self._text(job)
-            span.set_attribute("gen_ai.usage.input_tokens", prepared.plan.prompt_tokens)
-        session.prepare_s += time.monotonic() - started_s
-        self.metrics.record_prepare(time.monotonic() - started_s)
+        while isinstance(prepared := await self._text(session, job), str):
+            await self._wait_for(prepared, session)
+            job = msgspec.structs.replace(job, views=self.catalog.views)
         plan = _seeded(_offline(prepared.plan) if session.is_offline else prepared.plan, session)
         if plan.form is not None:
             await self.grammars.check(plan.form, plan.model, plan.vocab_size)
@@ -185,12 +190,27 @@ class Beginner:
         session.span.set_attribute("gen_ai.request.model", plan.model)
         return Prepared(plan, prepared.reply)
 
-    async def _text(self, job: Job) -> Prepared:
+    async def _text(self, session: Session, job: Job) -> Prepared | str:
+        """The plan of a job, or the model that is to be loaded first."""
+        started_s = time.monotonic()
         try:
-            return await self.pool.prepare(job)
+            with _tracer.start_as_current_span("tokenize") as span:
+                prepared = await self.pool.prepare(job)
+                span.set_attribute("gen_ai.usage.input_tokens", prepared.plan.prompt_tokens)
         except ModelMissing as missing:
+            model = self.catalog.base(str(missing))
+            if model in self.cold.models:
+                return model
             self.catalog.check(str(missing))
             raise ModelUnavailable("the model has only now appeared", "model") from None
+        session.prepare_s += time.monotonic() - started_s
+        self.metrics.record_prepare(time.monotonic() - started_s)
+        return prepared
+
+    async def _wait_for(self, model: str, session: Session, *, has_gone: bool = False) -> None:
+        """Until a model that is loaded on demand serves. Raises ModelLoading."""
+        session.model = model
+        session.cold_start_s += await self.cold.wait(model, session.deadline_at_s, has_gone=has_gone)
 
     async def _charge(self, session: Session, plan: Plan) -> Charge | None:
         tenant = session.tenant.name
@@ -208,7 +228,7 @@ class Beginner:
         ]
 
     def _generation(self, plan: Plan, streams: Sequence[PlacedStream]) -> Generation:
-        return Generation(plan, self.catalog.text_model(plan.model).vocabulary, streams)
+        return Generation(plan, self.catalog.texts[plan.model].vocabulary, streams)
 
     def _job(
         self, session: Session, plan: Plan, sampling: SamplingParams, index: int, prompt: PromptPlan

@@ -6,7 +6,7 @@ router answers. A version whose workers carry another tokenizer than ours is ref
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -17,7 +17,7 @@ from services.gateway.adapters import SEPARATOR, Adapters, AdapterView, base_and
 from services.gateway.errors import ModelNotFound, ModelUnavailable
 from services.gateway.planning import ModelView
 from services.gateway.text.text_model import TextModel
-from services.gateway.versions import VersionView, Views
+from services.gateway.versions import VersionView, Views, resolved
 
 _LABEL_DIGITS = 12
 _log = structlog.get_logger("gateway.catalog")
@@ -39,8 +39,12 @@ class _Version:
 class ModelCatalog:
     """Owner of the served models. `views` is replaced, never changed."""
 
-    def __init__(self, texts: Iterable[TextModel]) -> None:
+    def __init__(self, texts: Iterable[TextModel], on_demand: Collection[str] = ()) -> None:
+        """on_demand: names of models that are loaded when they are asked for."""
         self.texts = {text.name: text for text in texts}
+        self.on_demand = frozenset(on_demand)
+        # Models by their other names; by the empty one the default model.
+        self.aliases: dict[str, str] = {}
         # Of each name the versions that requests may get.
         self.views: Views = {}
         # Those that requests may name.
@@ -53,6 +57,7 @@ class ModelCatalog:
 
     def update(self, snapshot: ModelSnapshot) -> None:
         """Take a router's report."""
+        self.aliases = {one.name: one.model for one in snapshot.aliases}
         traffic = {one.name: one for one in snapshot.traffic}
         usable = [model for model in snapshot.models if self._is_usable(model)]
         names = {model.name for model in usable}
@@ -60,7 +65,7 @@ class ModelCatalog:
         self._served = {
             name: _versions([model for model in usable if model.name == name], traffic.get(name)) for name in names
         }
-        self.views = {name: views for name, versions in self._served.items() if (views := _views(versions))}
+        self.views = {name: views for name in self._served if (views := self._views_of(name))}
         self.adapters = {
             f"{one.model}{SEPARATOR}{one.name}": AdapterView(one.digest, one.rank, one.path, one.created_s)
             for one in snapshot.adapters
@@ -68,10 +73,20 @@ class ModelCatalog:
         self._report_versions(snapshot)
         self._report_shortfalls(traffic.values())
 
+    def resolve(self, name: str) -> str:
+        """The model that a name stands for, which may be the name itself; an empty one: there is no default model."""
+        return resolved(name, self.texts, self.aliases)
+
+    def serves(self, name: str) -> bool:
+        """Whether a request for the model would be taken now."""
+        return any(version.takes_requests for version in self._served.get(name, ()))
+
     def text_model(self, name: str) -> TextModel:
-        """The text side of a served model. Raises ModelNotFound or ModelUnavailable."""
-        self.check(name)
-        return self.texts[self.base(name)]
+        """The text side of a model that is served or can be loaded. Raises ModelNotFound or ModelUnavailable."""
+        base = self.base(name)
+        if base not in self.on_demand:
+            self.check(base)
+        return self.texts[base]
 
     def base(self, name: str) -> str:
         """The base model of an adapter's name; other names are their own."""
@@ -86,7 +101,7 @@ class ModelCatalog:
             raise ModelUnavailable(
                 f"the workers of the model {name!r} have another tokenizer than this gateway", "model"
             )
-        if name in self._served:
+        if name in self._served and name not in self.on_demand:
             raise ModelUnavailable(f"no worker has a version of the model {name!r} that gets traffic", "model")
         raise _missing(name, is_configured=name in self.texts, is_served=name in {n for n, _ in self._reported})
 
@@ -116,17 +131,17 @@ class ModelCatalog:
             ready_replicas=sum(one.served.ready_replicas for one in versions if one.weight > 0),
             created_s=main.created_s,
             versions=[_version_info(one, share) for one, share in zip(versions, shares, strict=True)],
+            state="ready" if self.serves(name) else "unavailable",
         )
-
-    def infos(self) -> list[ModelInfo]:
-        """All served models and their adapters, by name."""
-        adapters = [name for name in self.adapters if self.base(name) in self.views]
-        return [self.info(name) for name in sorted({*self.views, *adapters})]
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request for some model would be served."""
-        return any(version.takes_requests for versions in self._served.values() for version in versions)
+        """Whether a request for some model would be served, be it after a load."""
+        return bool(self.on_demand) or any(map(self.serves, self._served))
+
+    def _views_of(self, name: str) -> tuple[VersionView, ...]:
+        """Without a ready worker a model that is loaded on demand has none: whoever wants it is to wait."""
+        return _views(self._served[name]) if name not in self.on_demand or self.serves(name) else ()
 
     def _is_usable(self, model: ServedModel) -> bool:
         return model.name in self.texts and not self._has_other_tokenizer(model)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from services.common.models import DEFAULT_MODEL
+from services.common.models import DEFAULT_MODEL, resolve_model
 from services.common.settings import ServiceSettings
 
 Names = Annotated[tuple[str, ...], NoDecode]
@@ -21,6 +21,15 @@ class GatewaySettings(ServiceSettings):
 
     routers: Names = Field(("127.0.0.1:7600",), min_length=1, description="Router addresses, tried in this order.")
     models: Names = Field((DEFAULT_MODEL,), min_length=1, description="Artifacts whose tokenizers are loaded.")
+    on_demand_models: Names = Field(
+        (), description="Names of those of `models` that are loaded when they are asked for: requests wait meanwhile."
+    )
+    max_cold_requests: int = Field(256, ge=1, description="Requests that wait for models to be loaded before 503.")
+    max_cold_wait_s: float = Field(120.0, gt=0, description="Longest such wait.")
+    load_bytes_per_s: float = Field(
+        2.0**28, gt=0, description="Rate of the forecast of a model's first load; later ones go by what those took."
+    )
+    load_start_s: float = Field(5.0, ge=0, description="What that forecast adds to the reading.")
     keys_file: Path | None = Field(None, description="API keys (hashed) and their tenants; none: no authentication.")
     tenants_file: Path | None = Field(
         None, description="Weights, classes, objectives, quotas and fallbacks of tenants; none: all are equal."
@@ -78,7 +87,14 @@ class GatewaySettings(ServiceSettings):
     max_running_batches: int = Field(8, ge=1, description="Batches that this gateway runs at a time.")
     max_batch_lines: int = Field(32, ge=1, description="Lines of all of them in flight.")
 
-    @field_validator("routers", "models", mode="before")
+    @model_validator(mode="after")
+    def _check_on_demand(self) -> Self:
+        unknown = set(self.on_demand_models) - {resolve_model(spec).name for spec in self.models}
+        if unknown:
+            raise ValueError(f"on_demand_models names {', '.join(sorted(unknown))}, not among models")
+        return self
+
+    @field_validator("routers", "models", "on_demand_models", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):

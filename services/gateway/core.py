@@ -21,10 +21,12 @@ from services.common.rpc import REQUEST_ID_METADATA
 from services.gateway.admission import Admission
 from services.gateway.beginning import Beginner
 from services.gateway.catalog import ModelCatalog
+from services.gateway.cold_starts import ColdStarts
 from services.gateway.errors import GatewayError, InvalidRequest, RequestIdInUse, shape_of
 from services.gateway.idempotency import KEY_METADATA
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.model_listing import ModelListing
 from services.gateway.placement import Placement
 from services.gateway.planning import Tenant
 from services.gateway.session import OK, Session
@@ -45,6 +47,7 @@ class Core:
     keys: KeyRing
     generations: TenantGenerations
     catalog: ModelCatalog
+    cold: ColdStarts
     pool: TextPool
     admission: Admission
     placement: Placement
@@ -108,6 +111,11 @@ class Core:
             release=release,
             idempotency_key=key,
         )
+
+    @property
+    def listing(self) -> ModelListing:
+        """The models as clients are told of them."""
+        return ModelListing(self.catalog, self.cold)
 
     @contextmanager
     def place(self, api: str, metadata: Mapping[str, str]) -> Iterator[Tenant]:

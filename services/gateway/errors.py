@@ -20,6 +20,7 @@ GatewayError
 │   ├── WorkersFull                every worker is, at this moment
 │   └── ObjectiveUnmet             no worker would answer in the time that the request allows
 ├── ModelUnavailable               known, and nobody serves it now
+│   └── ModelLoading               it is loaded on demand, and the request cannot wait for that
 ├── DeadlineExceeded
 ├── WorkerFailed                   a worker was lost and the request with it
 │   └── AnswerNotKept              no worker has the answer that is to be repeated
@@ -127,6 +128,10 @@ class ModelUnavailable(GatewayError):
     """The model is known and no replica serves it."""
 
 
+class ModelLoading(ModelUnavailable):
+    """A model that is loaded when it is asked for would not be there in time, or too many wait."""
+
+
 class DeadlineExceeded(GatewayError):
     """The request's time is over."""
 
@@ -172,6 +177,7 @@ _TABLE: dict[type[GatewayError], ErrorShape] = {
     Overloaded: ErrorShape("UNAVAILABLE", 503, "server_error", "overloaded", 1.0),
     ObjectiveUnmet: ErrorShape("UNAVAILABLE", 503, "server_error", "objective_unmet", 1.0),
     ModelUnavailable: ErrorShape("UNAVAILABLE", 503, "server_error", "model_unavailable", 1.0),
+    ModelLoading: ErrorShape("UNAVAILABLE", 503, "server_error", "model_loading", 1.0),
     DeadlineExceeded: ErrorShape("DEADLINE_EXCEEDED", 504, "server_error", "deadline_exceeded"),
     WorkerFailed: ErrorShape("UNAVAILABLE", 503, "server_error", "worker_failed", 1.0),
     InternalError: ErrorShape("INTERNAL", 500, "server_error", "internal_error"),

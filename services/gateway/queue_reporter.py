@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvmesh.v1.router_pb2 import QueueReport, WaitingRequests
 
+from services.gateway.cold_starts import ColdStarts
 from services.gateway.fair_line import FairLine
 
 _CHANGED_EVERY_S = 0.1
@@ -17,8 +18,9 @@ _UNCHANGED_EVERY_S = 1.0
 class QueueReporter:
     """`run` until cancelled."""
 
-    def __init__(self, line: FairLine, tell: Callable[[QueueReport], None]) -> None:
+    def __init__(self, line: FairLine, cold: ColdStarts, tell: Callable[[QueueReport], None]) -> None:
         self._line = line
+        self._cold = cold
         self._tell = tell
 
     async def run(self) -> None:
@@ -40,9 +42,14 @@ class QueueReporter:
             await asyncio.sleep(_CHANGED_EVERY_S)
 
     def _queues(self) -> QueueReport:
+        waiting = self._line.waiting_by_model()
+        for model, requests in self._cold.waiting().items():
+            # Their tokens are not counted before there is a model.
+            before, prompt_tokens = waiting.get(model, (0, 0))
+            waiting[model] = before + requests, prompt_tokens
         return QueueReport(
             waiting=[
                 WaitingRequests(model=model, requests=requests, prompt_tokens=prompt_tokens)
-                for model, (requests, prompt_tokens) in self._line.waiting_by_model().items()
+                for model, (requests, prompt_tokens) in waiting.items()
             ]
         )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import structlog
 from kvmesh.v1 import inference_pb2, openai_pb2
 from kvmesh.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 from kvmesh.v1.openai_pb2_grpc import add_OpenAIFilesServicer_to_server, add_OpenAIServicer_to_server
+from kvmesh.v1.router_pb2 import ModelSnapshot
 
 from services.common.fair_queue import StarvationBound
-from services.common.models import resolve_model
+from services.common.models import ModelSource, resolve_model
 from services.common.process import generated_instance
 from services.common.rpc import MeshServer
 from services.common.security import MeshSecret
@@ -24,12 +25,14 @@ from services.gateway.batches.parts import Batches, build_batches
 from services.gateway.batches.service import FilesService
 from services.gateway.beginning import Beginner
 from services.gateway.catalog import ModelCatalog
+from services.gateway.cold_starts import ColdLimits, ColdStarts
 from services.gateway.config import GatewaySettings
 from services.gateway.core import Core
 from services.gateway.fair_line import FairLine
 from services.gateway.grammars.checker import GrammarChecker
 from services.gateway.keyed_requests import KeyedRequests
 from services.gateway.keys import KeyRing
+from services.gateway.load_times import LoadTimes
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement import Placement
 from services.gateway.pulse import Pulse
@@ -107,7 +110,8 @@ class GatewayServer:
         metrics = GatewayMetrics(lambda: admission.total, lambda: line.num_waiting)
         line = FairLine(_line_limits(settings), tenants.weight_of, metrics.count_refusal)
         placement = self._placement(settings, metrics, line)
-        catalog = ModelCatalog(texts.values())
+        catalog = ModelCatalog(texts.values(), settings.on_demand_models)
+        cold = _cold_starts(settings, sources, catalog, line.somebody_waits)
         pool = TextPool(
             sources,
             Preparer(texts, secret.block_key),
@@ -115,23 +119,33 @@ class GatewayServer:
             processes=settings.text_processes,
             timeout_s=settings.prepare_timeout_s,
         )
-        self._observe(metrics, pool, catalog)
+        self._observe(metrics, pool, catalog, cold)
         return Core(
             keys=KeyRing(settings.keys_file),
             generations=self._generations,
             catalog=catalog,
+            cold=cold,
             pool=pool,
             admission=admission,
             placement=placement,
             tenants=tenants,
             beginner=Beginner(
-                catalog, pool, placement, tenants, self.quotas, metrics, self.keyed, self.grammars, secret.block_key
+                catalog,
+                pool,
+                placement,
+                tenants,
+                self.quotas,
+                metrics,
+                self.keyed,
+                self.grammars,
+                cold,
+                secret.block_key,
             ),
             metrics=metrics,
             default_deadline_s=settings.default_deadline_s,
         )
 
-    def _observe(self, metrics: GatewayMetrics, pool: TextPool, catalog: ModelCatalog) -> None:
+    def _observe(self, metrics: GatewayMetrics, pool: TextPool, catalog: ModelCatalog, cold: ColdStarts) -> None:
         """The figures that the parts keep themselves."""
         router, channels, grammars = self.router, self.channels, self.grammars
         totals: dict[str, tuple[str, Callable[[], int]]] = {
@@ -157,6 +171,7 @@ class GatewayServer:
                 "Versions with traffic that no worker is ready for: others get their requests.",
                 lambda: len(catalog.unserved),
             ),
+            "kvmesh_gateway_cold_requests": ("Requests that wait for models to be loaded.", lambda: cold.num_waiting),
             "kvmesh_gateway_open_attempts": ("Attempts at workers in flight.", channels.users),
             "kvmesh_gateway_open_asks": ("Asks that no router has answered.", lambda: router.num_pending),
             "kvmesh_gateway_open_records": ("Idempotency records being written.", lambda: self.keyed.num_open),
@@ -188,12 +203,12 @@ class GatewayServer:
             await self.core.pool.start()
             parts = {
                 "route": self.router.run(),
-                "models": self.router.watch_models(self.core.catalog.update),
+                "models": self.router.watch_models(self._take_models),
                 "pulse": self.pulse.run(),
                 "channels": self.channels.sweep(),
                 "generations": self._generations.run(),
                 "quotas": self.quotas.run(),
-                "queues": QueueReporter(self.core.placement.line, self.router.report).run(),
+                "queues": QueueReporter(self.core.placement.line, self.core.cold, self.router.report).run(),
             }
             if self.batches is not None:
                 parts["batches"] = self.batches.runner.run()
@@ -219,6 +234,10 @@ class GatewayServer:
             await self.channels.close()
             await self.router.close()
             self.core.pool.close()
+
+    def _take_models(self, snapshot: ModelSnapshot) -> None:
+        self.core.catalog.update(snapshot)
+        self.core.cold.look()
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Wait for `stop`. Raises RuntimeError when a background task has ended: without it nobody is served well."""
@@ -251,6 +270,18 @@ class GatewayServer:
                 _log.warning("balancers_not_told", waited_s=_TELL_S)
             await asyncio.sleep(_SETTLE_S)
         await self._server.stop(_LEAVE_S)
+
+
+def _cold_starts(
+    settings: GatewaySettings, sources: Sequence[ModelSource], catalog: ModelCatalog, wanted: asyncio.Event
+) -> ColdStarts:
+    on_demand = {source.name: source.num_bytes() for source in sources if source.name in catalog.on_demand}
+    return ColdStarts(
+        LoadTimes(on_demand, settings.load_bytes_per_s, settings.load_start_s),
+        ColdLimits(settings.max_cold_requests, settings.max_cold_wait_s),
+        serves=catalog.serves,
+        wanted=wanted,
+    )
 
 
 def _line_limits(settings: GatewaySettings) -> LineLimits:

@@ -33,6 +33,7 @@ class Session:
     names: what follows from its idempotency key. keyed: its run under the key, where it is the one that runs.
     replay_of: the run of another request with the key whose answer it reads. created_s: Unix time of the first of them.
     is_offline: nobody waits for it, so it is of the least urgent class and has no objectives.
+    cold_start_s: forecast when it began to wait for its model to be loaded, 0 where it did not.
     """
 
     api: str
@@ -45,6 +46,7 @@ class Session:
     release: Callable[[], None]
     started_s: float = field(default_factory=time.monotonic)
     prepare_s: float = 0.0
+    cold_start_s: float = 0.0
     model: str = ""
     plan: Plan | None = None
     generation: Generation | None = None
@@ -152,6 +154,7 @@ class Session:
             is_replay=bool(self.replay_of),
             worker_id=self.generation.worker_id if self.generation is not None else "",
             prepare_s=round(self.prepare_s, 6),
+            cold_start_s=round(self.cold_start_s, 3),
             total_s=round(time.monotonic() - self.started_s, 6),
             **figures.rounded(),
         )

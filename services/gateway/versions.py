@@ -8,7 +8,7 @@ blocks, and when weights change only conversations that a version gained or lost
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -32,6 +32,11 @@ class VersionView(msgspec.Struct, frozen=True):
 
 # Of each name the versions that requests may get.
 Views = dict[str, tuple[VersionView, ...]]
+
+
+def resolved(name: str, models: Collection[str], aliases: Mapping[str, str]) -> str:
+    """The model that a name stands for; a model's own name goes before an alias."""
+    return name if name in models else aliases.get(name, name)
 
 
 def choose(versions: Sequence[VersionView], key: bytes) -> ModelView:

@@ -70,6 +70,7 @@ class _Router:
             RouterMetrics(),
             pending_timeout_s=settings.pending_timeout_s,
             explained_requests=settings.explained_requests,
+            unload_idle_s=settings.unload_idle_s,
         )
         self._registry = RegistryWatcher(self._client, health=self._health)
         self._follower = IndexFollower(self._client, self.decisions.replica, health=self._health)

@@ -23,11 +23,12 @@ class CatalogEntry:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Models of workers, what is registered of each public name, and adapters by base model and name."""
+    """Models of workers, what is registered of each public name, adapters by base model and name, and aliases."""
 
     entries: tuple[CatalogEntry, ...] = ()
     registered: tuple[tuple[str, ModelEntry], ...] = ()
     adapters: tuple[tuple[tuple[str, str], AdapterEntry], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 def list_models(table: WorkerTable, serving: npt.NDArray[np.bool_]) -> tuple[CatalogEntry, ...]:

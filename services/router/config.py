@@ -27,6 +27,9 @@ class RouterSettings(ServiceSettings):
     explained_requests: int = Field(
         4096, ge=0, le=1_000_000, description="Requests whose decisions are kept for `kvmesh ctl explain`."
     )
+    unload_idle_s: float = Field(
+        0.0, ge=0, description="A pool of workers that nobody has used for so long wants none; 0: always one at least."
+    )
     pending_timeout_s: float = Field(
         5.0, gt=0, description="A grant that no report shows for this long is no longer counted as load."
     )

@@ -69,9 +69,13 @@ class Decisions:
         *,
         pending_timeout_s: float,
         explained_requests: int = 0,
+        unload_idle_s: float = 0.0,
         policies: Mapping[str, Policy] = POLICIES,
     ) -> None:
-        """explained_requests: of so many the latest decisions are kept for whoever asks why."""
+        """explained_requests: of so many the latest decisions are kept for whoever asks why.
+
+        unload_idle_s: see scaling.ScalingConfig.
+        """
         self.table = WorkerTable(pending_timeout_s=pending_timeout_s)
         self.replica = Replica()
         self.kvstores: dict[str, LocationRecord] = {}
@@ -79,7 +83,7 @@ class Decisions:
         self._placer = Placer(config, self.table, self.holders, policies)
         self.explanations = Explanations(explained_requests)
         self.gateway_queues = GatewayQueues()
-        self.pools = Pools(ScalingConfig(), self.table, self.gateway_queues, self._placer)
+        self.pools = Pools(ScalingConfig(idle_s=unload_idle_s), self.table, self.gateway_queues, self._placer)
         # What other routers are to be told.
         self.outbox = NewsOutbox()
         self._health = health

@@ -42,6 +42,12 @@ class GatewayQueues:
         queues = [queue for queues, _ in self._queues.values() for queue in queues if queue.model == model]
         return ModelQueue(model, sum(one.requests for one in queues), sum(one.prompt_tokens for one in queues))
 
+    def models(self, now_s: float) -> set[str]:
+        """The models that something waits for."""
+        return {
+            queue.model for queues, told_s in self._queues.values() if now_s - told_s <= FORGET_S for queue in queues
+        }
+
     def __contains__(self, gateway: str) -> bool:
         return gateway in self._queues
 

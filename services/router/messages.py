@@ -1,10 +1,11 @@
-"""What a router tells others of itself, as messages: models, workers, kvstores."""
+"""What a router tells others of itself, as messages: models, workers, kvstores, pools."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
-from kvmesh.v1 import router_pb2
+from kvmesh.v1 import control_pb2, router_pb2
 
 from services.router.catalog import CatalogEntry, Models
 from services.router.control.entries import AdapterEntry, ModelEntry
@@ -18,7 +19,29 @@ def model_snapshot(models: Models) -> router_pb2.ModelSnapshot:
         models=[_served_model(entry) for entry in models.entries],
         traffic=[_traffic(name, entry) for name, entry in models.registered],
         adapters=[_served_adapter(model, name, entry) for (model, name), entry in models.adapters],
+        aliases=aliases(models.aliases),
     )
+
+
+def aliases(pairs: Iterable[tuple[str, str]]) -> list[router_pb2.ModelAlias]:
+    """Other names with the models they stand for."""
+    return [router_pb2.ModelAlias(name=name, model=model) for name, model in pairs]
+
+
+def pool_views(decisions: Decisions) -> list[control_pb2.PoolView]:
+    """Every pool, as it was judged last."""
+    return [
+        control_pb2.PoolView(
+            model=signal.key.model,
+            role=signal.key.role,
+            replicas=signal.replicas,
+            desired_replicas=signal.desired,
+            waiting_requests=signal.backlog.waiting_requests,
+            running_requests=signal.running,
+            idle_s=signal.idle_s,
+        )
+        for signal in decisions.pools.signals
+    ]
 
 
 def worker_views(decisions: Decisions) -> list[router_pb2.WorkerView]:

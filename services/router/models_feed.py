@@ -35,7 +35,8 @@ class ModelsFeed:
         """Tell subscribers if anything is different."""
         registered = sorted((name, entry) for name, entry in self._control.models.items() if entry.versions)
         adapters = tuple(sorted(self._control.adapters.items(), key=lambda item: item[0]))
-        models = Models(list_models(self._table, self._table.serving(now_s)), tuple(registered), adapters)
+        aliases = tuple(sorted(self._control.aliases.items()))
+        models = Models(list_models(self._table, self._table.serving(now_s)), tuple(registered), adapters, aliases)
         if models != self.models:
             self.models = models
             self._changed.set()

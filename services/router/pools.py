@@ -1,7 +1,8 @@
 """The workers of a model and role as one pool: what it is asked for, what waits for it, how many replicas it wants.
 
 Synchronous; time comes in as an argument. Each router counts its own grants and, by their news, the other routers', so
-that all want the same number; attainment is of a router's own decisions.
+that all want the same number; attainment is of a router's own decisions. A pool without workers is there while requests
+wait for its model: so it can begin from none.
 """
 
 from __future__ import annotations
@@ -27,23 +28,31 @@ class PoolKey:
 
 @dataclass(frozen=True, slots=True)
 class PoolSignal:
-    """What an autoscaler looks at. replicas: workers that take requests."""
+    """What an autoscaler looks at. replicas: workers that take requests.
+
+    running: requests at workers, those that wait there and those just granted included. idle_s: since there were any,
+    or any waited in gateways.
+    """
 
     key: PoolKey
     replicas: int
     desired: int
     backlog: Backlog
     attainment: float
+    running: int = 0
+    idle_s: float = 0.0
 
 
 class _Pool:
     def __init__(self, config: ScalingConfig) -> None:
         self.demand = Demand()
         self.desired = DesiredReplicas(config)
+        # When somebody last used it; None: not looked at yet.
+        self.used_s: float | None = None
 
 
 class Pools:
-    """All pools of which a worker has been seen. `update` every second; `signals` are its last results."""
+    """All pools that have a worker or that something waits for. `update` every second; `signals`: its last results."""
 
     def __init__(self, config: ScalingConfig, table: WorkerTable, queues: GatewayQueues, placer: Placer) -> None:
         self._config = config
@@ -79,11 +88,15 @@ class Pools:
             row = OneRow(self._table.rows, self._table.workers[worker_id].row)
             output_tokens = 0.0 if key.role == "prefill" else self._placer.output_tokens.value
             seconds = float(work_s(row, prefill_tokens, output_tokens))
-            self._pool(key).demand.add_work(seconds, now_s)
+            pool = self._pool(key)
+            pool.demand.add_work(seconds, now_s)
+            pool.used_s = now_s
 
     def update(self, now_s: float) -> None:
-        """Judge every pool anew; those without a worker are forgotten."""
+        """Judge every pool anew; those without a worker that nothing waits for are forgotten."""
         keys = {key for worker_id in self._table.workers if (key := self._key_of(worker_id)) is not None}
+        served = {key.model for key in keys}
+        keys |= {PoolKey(model, "both") for model in self._queues.models(now_s) - served}
         for key in set(self._pools) - keys:
             del self._pools[key]
         for key in keys:
@@ -92,7 +105,7 @@ class Pools:
 
     def _signal(self, key: PoolKey, now_s: float) -> PoolSignal:
         pool, serving = self._pool(key), self._table.serving(now_s)
-        rows = self._rows(key)
+        rows, numbers = self._rows(key), self._row_numbers(key)
         waiting = self._queues.total(key.model, now_s)
         work = backlog(
             rows,
@@ -101,9 +114,15 @@ class Pools:
             output_tokens=self._placer.output_tokens.value,
         )
         needed = needed_replicas(pool.demand.work.rate(now_s), work.seconds, self._config)
-        replicas = int(serving[self._row_numbers(key)].sum())
+        replicas = int(serving[numbers].sum())
         desired = pool.desired.update(needed, replicas, now_s)
-        return PoolSignal(key, replicas, desired, work, pool.demand.attainment(now_s))
+        running = int(sum(rows[name].sum() for name in ("running", "waiting", "pending")))
+        if pool.used_s is None or running or waiting.requests:
+            pool.used_s = now_s
+        idle_s = now_s - pool.used_s
+        if self._config.idle_s and idle_s >= self._config.idle_s:
+            desired = 0
+        return PoolSignal(key, replicas, desired, work, pool.demand.attainment(now_s), running, idle_s)
 
     def _pool(self, key: PoolKey) -> _Pool:
         pool = self._pools.get(key)

@@ -28,7 +28,8 @@ _TOLERANCE = 0.1
 class ScalingConfig:
     """utilisation: share of its time that a worker is to work. drain_s: in which a backlog is to be gone.
 
-    ttft_s: what attainment is counted against where a request brings no objective.
+    ttft_s: what attainment is counted against where a request brings no objective. idle_s: a pool that nobody has used
+    for so long wants no replica; 0: always one at least.
     """
 
     utilisation: float = 0.8
@@ -36,6 +37,7 @@ class ScalingConfig:
     confirm_s: float = 5.0
     keep_s: float = 120.0
     ttft_s: float = 2.0
+    idle_s: float = 0.0
 
 
 @dataclass(slots=True)

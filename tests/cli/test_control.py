@@ -105,3 +105,16 @@ async def test_drain_list_and_explain(shell: Shell) -> None:
     assert await shell.error("drain", "w1", "--admin-key-file", "/nowhere") == (
         "admin key /nowhere: No such file or directory"
     )
+
+
+async def test_aliases_the_default_model_and_pools(shell: Shell) -> None:
+    assert await shell.json("alias") == []
+    assert await shell.json("alias", "best", "m") == [{"alias": "best", "model": "m"}]
+    assert await shell.json("default-model", "m") == [{"default_model": "m"}]
+    assert await shell.json("alias") == [{"alias": "best", "model": "m"}]
+    assert "a model is called 'm'" in await shell.error("alias", "m", "other")
+    assert "takes a name and a model" in await shell.error("alias", "best")
+    assert await shell.json("default-model", "--clear") == []
+    assert await shell.json("alias", "best", "--remove") == []
+    (pool,) = await shell.json("pools")
+    assert (pool["model"], pool["replicas"], pool["desired_replicas"], pool["waiting_requests"]) == ("m", 1, 1, 0)

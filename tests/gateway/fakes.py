@@ -25,6 +25,7 @@ from kvmesh.v1.router_pb2 import (
     Done,
     Grant,
     Handoff,
+    ModelAlias,
     ModelSnapshot,
     ModelTraffic,
     QueueReport,
@@ -288,6 +289,7 @@ class FakeRouter(RouterServicer):
     models: list[ServedModel] = field(default_factory=lambda: [served_model()])
     traffic: list[ModelTraffic] = field(default_factory=list)
     adapters: list[ServedAdapter] = field(default_factory=list)
+    aliases: list[ModelAlias] = field(default_factory=list)
     # Digests that asks are refused for, for want of a worker.
     unstaffed: set[bytes] = field(default_factory=set)
     refusal: Refusal | None = None
@@ -322,9 +324,14 @@ class FakeRouter(RouterServicer):
 
     async def WatchModels(self, request: Any, context: Any) -> AsyncIterator[ModelSnapshot]:
         while True:
-            yield ModelSnapshot(models=self.models, traffic=self.traffic, adapters=self.adapters)
+            yield ModelSnapshot(models=self.models, traffic=self.traffic, adapters=self.adapters, aliases=self.aliases)
             self.changed.clear()
             await self.changed.wait()
+
+    def set_aliases(self, aliases: dict[str, str]) -> None:
+        """Report other names of models."""
+        self.aliases = [ModelAlias(name=name, model=model) for name, model in aliases.items()]
+        self.changed.set()
 
     def set_models(
         self, *models: ServedModel, traffic: ModelTraffic | None = None, adapters: Sequence[ServedAdapter] = ()

@@ -130,3 +130,32 @@ def test_work_is_that_of_a_full_batch_and_no_worker_no_backlog_of_time() -> None
     assert work_s(rows, 0.0, 160.0)[0] < 160 * IDENTITY.decode_step_s / 8
     empty = backlog(scene.table.rows.take([]), waiting_requests=3, waiting_tokens=300.0, output_tokens=10.0)
     assert (empty.queue_tokens, empty.seconds) == (300.0, 0.0)
+
+
+def test_a_pool_without_workers_is_wanted_while_something_waits_and_goes_when_nobody_uses_it() -> None:
+    scene, queues = Scene(), GatewayQueues()
+    pools = Pools(ScalingConfig(idle_s=60.0), scene.table, queues, scene.placer)
+    pools.update(NOW_S)
+    assert pools.signals == ()
+    queues.tell("g", (ModelQueue("m", 3, 0),), NOW_S)
+    pools.update(NOW_S)
+    (signal,) = pools.signals
+    assert (signal.key.model, signal.key.role, signal.replicas, signal.desired) == ("m", "both", 0, 1)
+    assert signal.backlog.waiting_requests == 3
+    # It has its worker, which works and then stands idle.
+    queues.tell("g", (), NOW_S)
+    scene.worker("a", replace(IDLE, running_requests=1))
+    pools.update(NOW_S)
+    assert [(one.running, one.idle_s, one.desired) for one in pools.signals] == [(1, 0.0, 1)]
+    scene.table.report(WorkerId("a"), IDLE, NOW_S + 1)
+    for second, desired in ((59, 1), (60, 0)):
+        pools.update(NOW_S + second)
+        assert [(one.running, one.idle_s, one.desired) for one in pools.signals] == [(0, float(second), desired)]
+    # Any use has it stay, and without the setting nothing has it go.
+    pools.granted(WorkerId("a"), 16, NOW_S + 61)
+    pools.update(NOW_S + 62)
+    assert pools.signals[0].desired == 1
+    always = pools_of(scene, queues)
+    for second in (0, 100_000):
+        always.update(NOW_S + second)
+    assert always.signals[0].desired == 1

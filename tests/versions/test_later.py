@@ -78,7 +78,7 @@ def test_a_gateway_takes_models_by_what_it_knows(text_model: TextModel, snapshot
     for model in snapshot.models:
         model.name = text_model.name
     catalog.update(snapshot)
-    assert all(info.name == text_model.name for info in catalog.infos())
+    assert all(info.name == text_model.name for info in map(catalog.info, catalog.views))
 
 
 @given(later(worker_pb2.TokenChunk), later(worker_pb2.WorkerChoiceFinish))

@@ -378,6 +378,145 @@ class AdapterView(_message.Message):
 Global___AdapterView: _TypeAlias = AdapterView  # noqa: Y015
 
 @_typing.final
+class SetAliasRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Empty: the default model, for requests that name none."""
+    model: _builtins.str
+    """Public name of a model, whether it has workers or not. Empty: the alias ends."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAliasRequest: _TypeAlias = SetAliasRequest  # noqa: Y015
+
+@_typing.final
+class ListAliasesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAliasesRequest: _TypeAlias = ListAliasesRequest  # noqa: Y015
+
+@_typing.final
+class AliasList(_message.Message):
+    """By name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALIASES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.ModelAlias]: ...
+    def __init__(
+        self,
+        *,
+        aliases: _abc.Iterable[_router_pb2.ModelAlias] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AliasList: _TypeAlias = AliasList  # noqa: Y015
+
+@_typing.final
+class ListPoolsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoolsRequest: _TypeAlias = ListPoolsRequest  # noqa: Y015
+
+@_typing.final
+class ListPoolsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolView]: ...
+    def __init__(
+        self,
+        *,
+        pools: _abc.Iterable[Global___PoolView] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoolsResponse: _TypeAlias = ListPoolsResponse  # noqa: Y015
+
+@_typing.final
+class PoolView(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    DESIRED_REPLICAS_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    IDLE_S_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    role: _builtins.str
+    """"both", "prefill" or "decode"."""
+    replicas: _builtins.int
+    """Workers that take requests."""
+    desired_replicas: _builtins.int
+    """Workers that the load asks for; 0 only where an idle pool may go."""
+    waiting_requests: _builtins.int
+    """Requests that wait in gateways, for the model to be loaded or for room."""
+    running_requests: _builtins.int
+    """Requests at workers, waiting and granted ones included."""
+    idle_s: _builtins.float
+    """Since a request last ran or waited."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        role: _builtins.str = ...,
+        replicas: _builtins.int = ...,
+        desired_replicas: _builtins.int = ...,
+        waiting_requests: _builtins.int = ...,
+        running_requests: _builtins.int = ...,
+        idle_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_replicas", b"desired_replicas", "idle_s", b"idle_s", "model", b"model", "replicas", b"replicas", "role", b"role", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolView: _TypeAlias = PoolView  # noqa: Y015
+
+@_typing.final
 class DrainWorkerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

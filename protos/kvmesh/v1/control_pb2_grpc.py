@@ -60,6 +60,21 @@ class ControlStub:
                 request_serializer=kvmesh_dot_v1_dot_control__pb2.RollbackRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_control__pb2.ModelVersions.FromString,
                 _registered_method=True)
+        self.SetAlias = channel.unary_unary(
+                '/kvmesh.v1.Control/SetAlias',
+                request_serializer=kvmesh_dot_v1_dot_control__pb2.SetAliasRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_control__pb2.AliasList.FromString,
+                _registered_method=True)
+        self.ListAliases = channel.unary_unary(
+                '/kvmesh.v1.Control/ListAliases',
+                request_serializer=kvmesh_dot_v1_dot_control__pb2.ListAliasesRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_control__pb2.AliasList.FromString,
+                _registered_method=True)
+        self.ListPools = channel.unary_unary(
+                '/kvmesh.v1.Control/ListPools',
+                request_serializer=kvmesh_dot_v1_dot_control__pb2.ListPoolsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_control__pb2.ListPoolsResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kvmesh.v1.Control/Drain',
                 request_serializer=kvmesh_dot_v1_dot_control__pb2.DrainWorkerRequest.SerializeToString,
@@ -132,6 +147,27 @@ class ControlServicer:
 
     def Rollback(self, request, context):
         """Give all traffic back to the version that had it before the rollout. FAILED_PRECONDITION where there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetAlias(self, request, context):
+        """Give a model another name, or take that name away. FAILED_PRECONDITION for the name of a model that is served, and
+        for a model that is itself an alias.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAliases(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPools(self, request, context):
+        """Every model and role that has workers or that requests wait for, as autoscalers see it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,6 +249,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Rollback,
                     request_deserializer=kvmesh_dot_v1_dot_control__pb2.RollbackRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_control__pb2.ModelVersions.SerializeToString,
+            ),
+            'SetAlias': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAlias,
+                    request_deserializer=kvmesh_dot_v1_dot_control__pb2.SetAliasRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_control__pb2.AliasList.SerializeToString,
+            ),
+            'ListAliases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAliases,
+                    request_deserializer=kvmesh_dot_v1_dot_control__pb2.ListAliasesRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_control__pb2.AliasList.SerializeToString,
+            ),
+            'ListPools': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPools,
+                    request_deserializer=kvmesh_dot_v1_dot_control__pb2.ListPoolsRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_control__pb2.ListPoolsResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -385,6 +436,87 @@ class Control:
             '/kvmesh.v1.Control/Rollback',
             kvmesh_dot_v1_dot_control__pb2.RollbackRequest.SerializeToString,
             kvmesh_dot_v1_dot_control__pb2.ModelVersions.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAlias(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Control/SetAlias',
+            kvmesh_dot_v1_dot_control__pb2.SetAliasRequest.SerializeToString,
+            kvmesh_dot_v1_dot_control__pb2.AliasList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAliases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Control/ListAliases',
+            kvmesh_dot_v1_dot_control__pb2.ListAliasesRequest.SerializeToString,
+            kvmesh_dot_v1_dot_control__pb2.AliasList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Control/ListPools',
+            kvmesh_dot_v1_dot_control__pb2.ListPoolsRequest.SerializeToString,
+            kvmesh_dot_v1_dot_control__pb2.ListPoolsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,13 @@ class ControlStub:
     """
     Rollback: _grpc.UnaryUnaryMultiCallable[_control_pb2.RollbackRequest, _control_pb2.ModelVersions]
     """Give all traffic back to the version that had it before the rollout. FAILED_PRECONDITION where there is none."""
+    SetAlias: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetAliasRequest, _control_pb2.AliasList]
+    """Give a model another name, or take that name away. FAILED_PRECONDITION for the name of a model that is served, and
+    for a model that is itself an alias.
+    """
+    ListAliases: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListAliasesRequest, _control_pb2.AliasList]
+    ListPools: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListPoolsRequest, _control_pb2.ListPoolsResponse]
+    """Every model and role that has workers or that requests wait for, as autoscalers see it."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _router_pb2.WorkerView]
     """No new requests for a worker until Undrain, or until it starts anew; those running go on. NOT_FOUND for a worker
     that the router does not know.
@@ -85,6 +92,13 @@ class ControlAsyncStub(ControlStub):
     """
     Rollback: _aio.UnaryUnaryMultiCallable[_control_pb2.RollbackRequest, _control_pb2.ModelVersions]  # type: ignore[assignment]
     """Give all traffic back to the version that had it before the rollout. FAILED_PRECONDITION where there is none."""
+    SetAlias: _aio.UnaryUnaryMultiCallable[_control_pb2.SetAliasRequest, _control_pb2.AliasList]  # type: ignore[assignment]
+    """Give a model another name, or take that name away. FAILED_PRECONDITION for the name of a model that is served, and
+    for a model that is itself an alias.
+    """
+    ListAliases: _aio.UnaryUnaryMultiCallable[_control_pb2.ListAliasesRequest, _control_pb2.AliasList]  # type: ignore[assignment]
+    ListPools: _aio.UnaryUnaryMultiCallable[_control_pb2.ListPoolsRequest, _control_pb2.ListPoolsResponse]  # type: ignore[assignment]
+    """Every model and role that has workers or that requests wait for, as autoscalers see it."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _router_pb2.WorkerView]  # type: ignore[assignment]
     """No new requests for a worker until Undrain, or until it starts anew; those running go on. NOT_FOUND for a worker
     that the router does not know.
@@ -146,6 +160,31 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ModelVersions, _abc.Awaitable[_control_pb2.ModelVersions]]:
         """Give all traffic back to the version that had it before the rollout. FAILED_PRECONDITION where there is none."""
+
+    @_abc_1.abstractmethod
+    def SetAlias(
+        self,
+        request: _control_pb2.SetAliasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.AliasList, _abc.Awaitable[_control_pb2.AliasList]]:
+        """Give a model another name, or take that name away. FAILED_PRECONDITION for the name of a model that is served, and
+        for a model that is itself an alias.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAliases(
+        self,
+        request: _control_pb2.ListAliasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.AliasList, _abc.Awaitable[_control_pb2.AliasList]]: ...
+
+    @_abc_1.abstractmethod
+    def ListPools(
+        self,
+        request: _control_pb2.ListPoolsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ListPoolsResponse, _abc.Awaitable[_control_pb2.ListPoolsResponse]]:
+        """Every model and role that has workers or that requests wait for, as autoscalers see it."""
 
     @_abc_1.abstractmethod
     def Drain(

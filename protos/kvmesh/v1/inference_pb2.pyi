@@ -626,6 +626,9 @@ class ModelInfo(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     ADAPTER_RANK_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ALIAS_OF_FIELD_NUMBER: _builtins.int
+    COLD_START_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Public name."""
     digest: _builtins.str
@@ -644,6 +647,14 @@ class ModelInfo(_message.Message):
     """Of an adapter, whose name is "base:adapter": its base's name, the hex of its digest, its rank. Empty otherwise."""
     adapter_digest: _builtins.str
     adapter_rank: _builtins.int
+    state: _builtins.str
+    """"ready"; "unavailable": no replica takes requests, and nobody loads the model on demand; "unloaded": the first request
+    has it loaded; "loading": requests wait for that. Of one that has no replica the fields from digest on may be unset.
+    """
+    alias_of: _builtins.str
+    """The model that this name stands for; empty: it is a model's own."""
+    cold_start_s: _builtins.float
+    """Forecast until it serves, from now; 0 unless it is unloaded or loading."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersionInfo]:
         """Every version of the name that this gateway can serve. The fields above are those of the one with the largest
@@ -664,10 +675,13 @@ class ModelInfo(_message.Message):
         parent: _builtins.str = ...,
         adapter_digest: _builtins.str = ...,
         adapter_rank: _builtins.int = ...,
+        state: _builtins.str = ...,
+        alias_of: _builtins.str = ...,
+        cold_start_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "adapter_rank", b"adapter_rank", "context_length", b"context_length", "created_s", b"created_s", "digest", b"digest", "dtype", b"dtype", "name", b"name", "parent", b"parent", "ready_replicas", b"ready_replicas", "versions", b"versions", "weight_format", b"weight_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "adapter_rank", b"adapter_rank", "alias_of", b"alias_of", "cold_start_s", b"cold_start_s", "context_length", b"context_length", "created_s", b"created_s", "digest", b"digest", "dtype", b"dtype", "name", b"name", "parent", b"parent", "ready_replicas", b"ready_replicas", "state", b"state", "versions", b"versions", "weight_format", b"weight_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

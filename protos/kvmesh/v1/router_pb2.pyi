@@ -513,6 +513,7 @@ class ModelSnapshot(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedModel]:
         """One for each digest of a public name that some worker has."""
@@ -525,16 +526,19 @@ class ModelSnapshot(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedAdapter]:
         """Every registered adapter, of models that no worker has, too."""
 
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelAlias]: ...
     def __init__(
         self,
         *,
         models: _abc.Iterable[Global___ServedModel] | None = ...,
         traffic: _abc.Iterable[Global___ModelTraffic] | None = ...,
         adapters: _abc.Iterable[Global___ServedAdapter] | None = ...,
+        aliases: _abc.Iterable[Global___ModelAlias] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "models", b"models", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "aliases", b"aliases", "models", b"models", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -575,6 +579,32 @@ class ServedAdapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServedAdapter: _TypeAlias = ServedAdapter  # noqa: Y015
+
+@_typing.final
+class ModelAlias(_message.Message):
+    """Another name of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Empty: stands for no name at all, which makes the model the default one."""
+    model: _builtins.str
+    """Public name."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelAlias: _TypeAlias = ModelAlias  # noqa: Y015
 
 @_typing.final
 class ModelTraffic(_message.Message):

@@ -37,6 +37,18 @@ def up(
         list[str] | None,
         typer.Option(help="Model: a known name, PATH or NAME=PATH; repeat for more. (default: smollm2-135m)"),
     ] = None,
+    on_demand: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model that is loaded when it is asked for, as with --model; repeat for more. (default: none)"
+        ),
+    ] = None,
+    max_loaded_models: Annotated[
+        int | None, typer.Option(help="Most of these at a time: the idlest goes for another. (default: 2)")
+    ] = None,
+    unload_idle_s: Annotated[
+        float | None, typer.Option(help="They go when nobody has used them for so long; 0: never. (default: 300)")
+    ] = None,
     engine: Annotated[
         str | None, typer.Option(help="model, or sim: workers that only take the time of one. (default: model)")
     ] = None,
@@ -83,6 +95,9 @@ def up(
         routers=routers,
         gateways=gateways,
         models=tuple(model) if model else None,
+        on_demand=tuple(on_demand) if on_demand else None,
+        max_loaded_models=max_loaded_models,
+        unload_idle_s=unload_idle_s,
         engine=engine,
         device=device,
         dtype=dtype,
@@ -127,7 +142,7 @@ def down(
 
 def _welcome(console: Console, options: MeshOptions, directory: StateDir, took_s: float) -> None:
     url = f"http://{reachable(f'{options.http_host}:{options.http_port}')}"
-    name = resolve_model(options.models[0]).name
+    name = resolve_model((*options.models, *options.on_demand)[0]).name
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": name, "messages": [question], "max_tokens": 100, "stream": True})
     console.print(f"The mesh is ready on {url} ({took_s:.1f} s).", style="bold green")

@@ -63,6 +63,8 @@ async def send_headers(context: Context, session: Session, worker_id: str, cache
         headers.append(("x-kvmesh-run", session.replay_of or session.run_id))
     if session.replay_of:
         headers.append(("x-kvmesh-replayed", "true"))
+    if session.cold_start_s:
+        headers.append(("x-kvmesh-cold-start-s", f"{session.cold_start_s:.1f}"))
     if session.traceparent:
         headers.append(("traceparent", session.traceparent))
     await context.send_initial_metadata(tuple(headers))

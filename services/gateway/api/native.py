@@ -84,12 +84,13 @@ class InferenceService(InferenceServicer):
         """See the proto."""
         try:
             with self._core.place("tokenize", metadata_of(context)):
-                self._core.catalog.check(request.model)
+                model = self._core.catalog.resolve(request.model)
+                self._core.catalog.text_model(model)
                 chat = _chat(request.chat) if request.HasField("chat") else None
                 if chat == [] or (chat is None and not request.HasField("text")):
                     raise InvalidRequest("text or chat must be given", "prompt")
                 encoded: bytes = await self._core.pool.call(
-                    _tokenize, self._core.catalog.base(request.model), request.text, chat
+                    _tokenize, self._core.catalog.base(model), request.text, chat
                 )
                 return TokenizeResponse.FromString(encoded)
         except Exception as error:
@@ -99,6 +100,7 @@ class InferenceService(InferenceServicer):
         """See the proto."""
         try:
             with self._core.place("detokenize", metadata_of(context)):
+                request.model = self._core.catalog.resolve(request.model)
                 vocabulary = self._core.catalog.text_model(request.model).vocabulary
                 if len(request.token_ids) <= _INLINE_TOKENS:
                     return DetokenizeResponse(text=_detokenized(vocabulary, request))
@@ -112,7 +114,7 @@ class InferenceService(InferenceServicer):
         """See the proto."""
         try:
             self._core.tenant(metadata_of(context))
-            return ListModelsResponse(models=self._core.catalog.infos())
+            return ListModelsResponse(models=self._core.listing.infos())
         except Exception as error:
             await abort(context, as_gateway_error(error))
 

@@ -123,9 +123,9 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints; null is as good as absent."""
+    """Fields of both endpoints; null is as good as absent. model: empty for the mesh's default model."""
 
-    model: str
+    model: str = ""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -45,17 +45,17 @@ class OpenAIService(OpenAIServicer):
     async def ListModels(self, request: Empty, context: Context) -> HttpBody:
         """GET /v1/models."""
         await self._authenticate(context)
-        models = [self._model_object(info) for info in self._core.catalog.infos()]
+        models = [self._model_object(info) for info in self._core.listing.infos()]
         return _json({"object": "list", "data": models})
 
     def _model_object(self, info: ModelInfo) -> dict[str, Any]:
-        return _model_object(info, self._core.catalog.text_model(info.name).sampling_defaults)
+        return _model_object(info, self._core.catalog.text_model(info.alias_of or info.name).sampling_defaults)
 
     async def GetModel(self, request: GetModelRequest, context: Context) -> HttpBody:
         """GET /v1/models/{id}."""
         await self._authenticate(context)
         try:
-            return _json(self._model_object(self._core.catalog.info(request.id)))
+            return _json(self._model_object(self._core.listing.info(request.id)))
         except GatewayError as error:
             await abort(context, error)
 
@@ -163,6 +163,9 @@ def _model_object(info: ModelInfo, defaults: Sampling) -> dict[str, Any]:
         "owned_by": "kvmesh",
         **({"parent": info.parent} if info.parent else {}),
         "kvmesh": {
+            "state": info.state,
+            "alias_of": info.alias_of or None,
+            "cold_start_s": round(info.cold_start_s, 1) if info.cold_start_s else None,
             "context_length": info.context_length,
             "dtype": info.dtype,
             "weight_format": info.weight_format,

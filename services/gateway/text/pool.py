@@ -27,7 +27,7 @@ from services.gateway.errors import InternalError, InvalidRequest, Overloaded
 from services.gateway.planning import Tenant, make_plan
 from services.gateway.request import GenerationRequest, Plan
 from services.gateway.text.text_model import TextModel, load_text_model
-from services.gateway.versions import Views, choose, conversation_key
+from services.gateway.versions import Views, choose, conversation_key, resolved
 
 INLINE_BYTES = 4096
 _START_TIMEOUT_S = 60.0
@@ -38,12 +38,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One preparation. Exactly one of body (OpenAI, with its endpoint) and request (native) is given.
 
     model: answers in place of the one that was asked for; empty: nobody does. views: the versions of each name.
-    adapters: that may be asked for.
+    adapters: that may be asked for. aliases: models by their other names.
     """
 
     views: Views
     adapters: Adapters = {}
     tenant: Tenant
+    aliases: dict[str, str] = {}
     endpoint: str = ""
     body: bytes | None = None
     request: GenerationRequest | None = None
@@ -75,8 +76,11 @@ class Preparer:
         if job.body is not None:
             request, reply = parse_openai(job.endpoint, job.body)
         assert request is not None
-        if job.model:
-            request = msgspec.structs.replace(request, model=job.model)
+        model = job.model or resolved(request.model, self.texts, job.aliases)
+        if not model:
+            raise InvalidRequest("model must be given: there is no default model", "model")
+        if model != request.model:
+            request = msgspec.structs.replace(request, model=model)
         base, adapter = base_and_adapter(request.model, job.views, job.adapters)
         text, versions = self.texts.get(base), job.views.get(base)
         if not versions or text is None:

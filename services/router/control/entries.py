@@ -1,4 +1,4 @@
-"""What operators can set, as plain data: the versions of a public name with their traffic, and drained workers. Pure.
+"""What operators can set, as plain data: versions of public names with their traffic, aliases, drained workers. Pure.
 
 An entry lives in Redis under its key, as JSON. Functions return changed copies and raise OperatorError with one line
 for the operator.
@@ -24,7 +24,7 @@ _LABEL_DIGITS = 12
 _MAX_NAME = 256
 _MAX_PATH = 1024
 MAX_ADAPTERS = 4096
-_MODEL, _WORKER, _ADAPTER = "model/", "worker/", "adapter/"
+_MODEL, _WORKER, _ADAPTER, _ALIAS = "model/", "worker/", "adapter/", "alias/"
 # Between a base model's name and an adapter's; no adapter's name has it.
 ADAPTER_SEPARATOR = ":"
 
@@ -82,6 +82,22 @@ def check_adapter(name: str, entry: AdapterEntry) -> None:
         raise InvalidOperationError(f"rank {entry.rank}: must be 1 to {LARGEST_RANK}")
     if not entry.path.startswith("/") or len(entry.path) > _MAX_PATH or not entry.path.isprintable():
         raise InvalidOperationError(f"the folder must be an absolute path of at most {_MAX_PATH} printable characters")
+
+
+class AliasEntry(msgspec.Struct, frozen=True):
+    """The model that another name stands for; empty: none any more."""
+
+    model: str
+
+
+def alias_key(alias: str) -> str:
+    """Key of an alias; the empty one is the default model's."""
+    return _ALIAS + alias
+
+
+def alias_of(key: str) -> str | None:
+    """Alias of its key; None for other keys."""
+    return key.removeprefix(_ALIAS) if key.startswith(_ALIAS) else None
 
 
 def model_key(name: str) -> str:

@@ -15,9 +15,11 @@ from services.router.control import entries
 from services.router.control.entries import (
     MAX_ADAPTERS,
     AdapterEntry,
+    AliasEntry,
     DrainEntry,
     ModelEntry,
     adapter_key,
+    alias_key,
     check_adapter,
     drain_key,
     model_key,
@@ -28,6 +30,9 @@ from services.router.decisions import Decisions
 from services.router.domain import WorkerId
 from services.router.errors import FailedPreconditionError, UnknownError
 from services.router.models_feed import ModelsFeed
+
+# They travel to every gateway with the models.
+MAX_ALIASES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,16 @@ class ControlPlane:
         """All traffic to the version that had it."""
         return await self._change(name, entries.rollback)
 
+    async def set_alias(self, alias: str, model: str) -> None:
+        """Let `alias` stand for a model; an empty model ends that. The empty alias is the default model's."""
+        if alias:
+            entries.check_name(alias)
+        if model:
+            entries.check_name(model)
+            self._check_alias(alias, model)
+        payload = msgspec.json.encode(AliasEntry(model))
+        await self.follower.change(alias_key(alias), lambda _: payload)
+
     async def drain(self, worker_id: str) -> None:
         """No new requests for a worker until it starts anew."""
         await self._set_drain(worker_id, self._epoch(worker_id))
@@ -143,6 +158,17 @@ class ControlPlane:
 
         await self.follower.change(model_key(name), edited)
         return self.model(name)
+
+    def _check_alias(self, alias: str, model: str) -> None:
+        aliases = self.table.aliases
+        if alias and any(alias == one.name for one in self.models()):
+            raise FailedPreconditionError(f"a model is called {alias!r}: requests for it would go elsewhere")
+        if model in aliases or model == alias:
+            raise FailedPreconditionError(f"{model!r} is an alias itself: name the model that it stands for")
+        if alias in aliases.values():
+            raise FailedPreconditionError(f"{alias!r} has an alias: no alias stands for another one")
+        if alias not in aliases and len(aliases) >= MAX_ALIASES:
+            raise FailedPreconditionError(f"{MAX_ALIASES} aliases are set: remove one")
 
     async def _set_drain(self, worker_id: str, epoch: int) -> None:
         payload = msgspec.json.encode(DrainEntry(epoch))

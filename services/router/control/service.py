@@ -26,7 +26,7 @@ from services.router.errors import (
     RedisSilentError,
     UnknownError,
 )
-from services.router.messages import kvstore_views, worker_views
+from services.router.messages import aliases, kvstore_views, pool_views, worker_views
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Reply = TypeVar("Reply", bound=Message)
@@ -132,6 +132,26 @@ class ControlService(control_pb2_grpc.ControlServicer):
         await self._owner(context)
         return control_pb2.ListAdaptersResponse(adapters=map(adapter_view, self._plane.adapters()))
 
+    async def SetAlias(self, request: control_pb2.SetAliasRequest, context: Context) -> control_pb2.AliasList:
+        """See the proto."""
+
+        async def work() -> control_pb2.AliasList:
+            await self._plane.set_alias(request.name, request.model)
+            return self._aliases()
+
+        return await self._changed(context, "alias", request.name, work)
+
+    async def ListAliases(self, request: control_pb2.ListAliasesRequest, context: Context) -> control_pb2.AliasList:
+        """See the proto."""
+        await self._owner(context)
+        return self._aliases()
+
+    async def ListPools(self, request: control_pb2.ListPoolsRequest, context: Context) -> control_pb2.ListPoolsResponse:
+        """See the proto."""
+        await self._owner(context)
+        self._decisions.pools.update(time.monotonic())
+        return control_pb2.ListPoolsResponse(pools=pool_views(self._decisions))
+
     async def ListModels(
         self, request: control_pb2.ListModelVersionsRequest, context: Context
     ) -> control_pb2.ListModelVersionsResponse:
@@ -180,6 +200,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
             _log.warning("control refused", reason=reason)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         return owner
+
+    def _aliases(self) -> control_pb2.AliasList:
+        return control_pb2.AliasList(aliases=aliases(sorted(self._plane.table.aliases.items())))
 
     def _worker(self, worker_id: str) -> router_pb2.WorkerView:
         """Raises UnknownError where it has gone meanwhile."""

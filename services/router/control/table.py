@@ -11,7 +11,16 @@ from collections.abc import Mapping
 import msgspec
 import structlog
 
-from services.router.control.entries import AdapterEntry, DrainEntry, ModelEntry, adapter_of, name_of, worker_of
+from services.router.control.entries import (
+    AdapterEntry,
+    AliasEntry,
+    DrainEntry,
+    ModelEntry,
+    adapter_of,
+    alias_of,
+    name_of,
+    worker_of,
+)
 
 # What is undone, or of a worker that is gone, is kept for so long: whoever missed the change must not bring it back.
 KEEP_US = 24 * 3600 * 1_000_000
@@ -36,11 +45,13 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class ControlTable:
-    """Owner of the entries; `models`, `drains` and `adapters` follow from them."""
+    """Owner of the entries; `models`, `aliases`, `drains` and `adapters` follow from them."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self.models: dict[str, ModelEntry] = {}
+        # Models by their other names; by the empty one the default model.
+        self.aliases: dict[str, str] = {}
         # Epochs of drained workers, by worker.
         self.drains: dict[str, int] = {}
         # Registered adapters, by base model and name.
@@ -63,14 +74,14 @@ class ControlTable:
         if self.entries == found:
             return False
         self.entries = dict(found)
-        self.models, self.drains, self.adapters = {}, {}, {}
+        self.models, self.aliases, self.drains, self.adapters = {}, {}, {}, {}
         for key, entry in found.items():
             self._enter(key, entry)
         return True
 
     def _enter(self, key: str, entry: Entry) -> None:
         """What cannot be read, such as an entry of a later release, is kept and does not apply."""
-        name, worker_id, adapter = name_of(key), worker_of(key), adapter_of(key)
+        name, worker_id, adapter, alias = name_of(key), worker_of(key), adapter_of(key), alias_of(key)
         try:
             if name is not None:
                 self.models[name] = msgspec.json.decode(entry.payload, type=ModelEntry)
@@ -80,6 +91,9 @@ class ControlTable:
             elif adapter is not None:
                 registered = msgspec.json.decode(entry.payload, type=AdapterEntry)
                 self.adapters.update({adapter: registered} if registered.digest else {})
+            elif alias is not None:
+                model = msgspec.json.decode(entry.payload, type=AliasEntry).model
+                self.aliases.update({alias: model} if model else {})
         except msgspec.MsgspecError as error:
             _log.error("an entry of operators cannot be read", key=key, error=str(error))
 
@@ -91,9 +105,11 @@ class ControlTable:
         """Whether an entry says nothing any more, and has for long."""
         if now_us - self.entries[key].version < KEEP_US:
             return False
-        worker_id, name, adapter = worker_of(key), name_of(key), adapter_of(key)
+        worker_id, name, adapter, alias = worker_of(key), name_of(key), adapter_of(key), alias_of(key)
         if adapter is not None:
             return adapter not in self.adapters
+        if alias is not None:
+            return alias not in self.aliases
         if worker_id is not None:
             epoch = self.drains.get(worker_id)
             return epoch is None or epochs.get(worker_id) != epoch

@@ -175,3 +175,44 @@ async def test_a_decision_is_explained(tmp_path: Path, valkey: Valkey) -> None:
         assert record.candidates[0].terms
         assert record.predicted_ttft_s == grant.predicted_ttft_s
         assert (await one.refused("Explain", pb.ExplainRequest(request_id="r9")))[0] == grpc.StatusCode.NOT_FOUND
+
+
+async def test_aliases_reach_gateways_survive_redis_and_stand_for_models_alone(tmp_path: Path, valkey: Valkey) -> None:
+    async with operators(tmp_path, valkey, 2, "w1") as (one, two):
+        await one.call("SetAlias", pb.SetAliasRequest(name="best", model="m"))
+        await two.call("SetAlias", pb.SetAliasRequest(name="", model="later"))
+        code, _ = await one.refused("SetAlias", pb.SetAliasRequest(name="m", model="other"))
+        assert code == grpc.StatusCode.FAILED_PRECONDITION
+        for name, model in (("better", "best"), ("later", "m"), ("loop", "loop")):
+            code, _ = await two.refused("SetAlias", pb.SetAliasRequest(name=name, model=model))
+            assert code == grpc.StatusCode.FAILED_PRECONDITION
+        code, _ = await one.refused("SetAlias", pb.SetAliasRequest(name="a\nb", model="m"))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+
+        async def told(operator: Operator, aliases: dict[str, str]) -> bool:
+            watch = operator.process.stub.WatchModels(
+                router_pb2.WatchModelsRequest(), metadata=operator.process.metadata
+            )
+            snapshot = await asyncio.wait_for(watch.read(), 30)
+            watch.cancel()
+            return {alias.name: alias.model for alias in snapshot.aliases} == aliases
+
+        for operator in (one, two):
+            await eventually_async(lambda operator=operator: told(operator, {"": "later", "best": "m"}))
+        valkey.restart()
+        await eventually_async(lambda: _answers(one, pb.SetAliasRequest(name="best", model="")))
+        for operator in (one, two):
+            await eventually_async(lambda operator=operator: told(operator, {"": "later"}))
+        assert [alias.model for alias in (await two.call("ListAliases", pb.ListAliasesRequest())).aliases] == ["later"]
+        (pool,) = (await two.call("ListPools", pb.ListPoolsRequest())).pools
+        assert (pool.model, pool.role, pool.replicas, pool.desired_replicas) == ("m", "both", 1, 1)
+
+
+async def _answers(operator: Operator, request: pb.SetAliasRequest) -> bool:
+    try:
+        await operator.call("SetAlias", request)
+    except grpc.aio.AioRpcError as error:
+        if error.code() != grpc.StatusCode.UNAVAILABLE:
+            raise
+        return False
+    return True
