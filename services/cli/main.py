@@ -14,6 +14,7 @@ from services.cli.commands.ctl_adapters import adapter
 from services.cli.commands.ctl_control import COMMANDS as CONTROL_COMMANDS
 from services.cli.commands.ctl_explain import explain
 from services.cli.commands.ctl_models import COMMANDS as MODEL_COMMANDS
+from services.cli.commands.ctl_usage import usage
 from services.cli.commands.ctl_workers import load, memory, unload
 from services.cli.commands.doctor import doctor
 from services.cli.commands.kv import kv
@@ -44,6 +45,7 @@ ctl.command()(load)
 ctl.command()(unload)
 ctl.command()(explain)
 ctl.command()(rollout)
+ctl.command()(usage)
 for name, operation in (CONTROL_COMMANDS | MODEL_COMMANDS).items():
     ctl.command(name)(operation)
 app.add_typer(ctl, name="ctl")

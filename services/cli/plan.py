@@ -189,9 +189,13 @@ class Planner:
         first = number % len(routers)
         addresses = ",".join(router.address for router in routers[first:] + routers[:first])
         models = ",".join(f"{model.name}={model.path}" for model in (*self._models, *self._on_demand))
-        kept = str(self._state.generations(f"gateway-{number}"))
+        name = f"gateway-{number}"
+        files = (
+            *("--generations-file", str(self._state.generations(name))),
+            *("--usage-file", str(self._state.usage(name))),
+        )
         return (
-            *("--routers", addresses, "--models", models, "--generations-file", kept),
+            *("--routers", addresses, "--models", models, *files),
             *_flag("on-demand-models", ",".join(model.name for model in self._on_demand) or None),
         )
 

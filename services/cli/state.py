@@ -87,6 +87,10 @@ class StateDir:
         """Generations of cleared tenants that a gateway keeps; survives restarts, as the SSDs do."""
         return self.root / f"generations.{name}"
 
+    def usage(self, name: str) -> Path:
+        """What a gateway has counted of usage; survives restarts."""
+        return self.root / f"usage.{name}"
+
     def log(self, name: str) -> Path:
         """Log file of a process."""
         return self.logs / f"{name}.log"

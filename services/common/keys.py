@@ -2,9 +2,9 @@
 
 Keys that one script touches share a hash tag, so that Redis Cluster keeps them together: `{mesh:registry}` for the
 registry, `{mesh:generations}` for the generations of tenants, `{mesh:control}` for what operators have set,
-`{mesh:quota:<tenant>}` for what a tenant uses, `{mesh:request:<tag>}` for a request with an idempotency key,
-`{mesh:batch:<id>}` for who runs a batch, `{mesh:artifacts}` for model artifacts, `{mesh:news}` for what routers tell
-each other and `{mesh:<shard>}` for the block sets of the locations of one shard.
+`{mesh:quota:<tenant>}` for what a tenant uses, `{mesh:usage}` for what all have used, `{mesh:request:<tag>}` for a
+request with an idempotency key, `{mesh:batch:<id>}` for who runs a batch, `{mesh:artifacts}` for model artifacts,
+`{mesh:news}` for what routers tell each other and `{mesh:<shard>}` for the block sets of the locations of one shard.
 """
 
 from __future__ import annotations
@@ -76,6 +76,25 @@ class QuotaKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class UsageKeys:
+    """Keys of what tenants have used."""
+
+    _base: str
+
+    def day(self, date: str) -> str:
+        """Sums of a day; date: ISO."""
+        return f"{self._base}:day:{date}"
+
+    def ledger(self, ledger_id: str) -> str:
+        """Number of the last batch of one gateway's ledger."""
+        return f"{self._base}:ledger:{ledger_id}"
+
+    def run(self, tag: str) -> str:
+        """What was charged of a request with an idempotency key; tag: a hash of the run's name."""
+        return f"{self._base}:run:{tag}"
+
+
+@dataclass(frozen=True, slots=True)
 class ArtifactKeys:
     """Keys of model artifacts. readers: who reads the shared storage now."""
 
@@ -143,6 +162,10 @@ class KeySpace:
         """Keys of what one tenant uses; tenant_tag: see `blocks.tenant_tag`."""
         base = f"{{{self.mesh}:quota:{tenant_tag.hex()}}}:{FORMAT}"
         return QuotaKeys(*(f"{base}:{name}" for name in ("buckets", "leases", "gateways")))
+
+    def usage(self) -> UsageKeys:
+        """Keys of what tenants have used."""
+        return UsageKeys(f"{{{self.mesh}:usage}}:{FORMAT}")
 
     def request(self, tag: str) -> str:
         """Record of a request with an idempotency key; tag: a keyed hash of tenant and key."""

@@ -37,6 +37,10 @@ class GatewaySettings(ServiceSettings):
     generations_file: Path | None = Field(
         None, description="Keeps the generations of cleared tenants, for a Redis that forgets them; none: not kept."
     )
+    prices_file: Path | None = Field(None, description="Prices of models; none: nothing costs anything.")
+    usage_file: Path | None = Field(
+        None, description="Keeps what was counted of usage, for a restart and a Redis that forgets it; none: not kept."
+    )
     max_inflight_requests: int = Field(1024, ge=1, description="Requests in flight before 503.")
     max_waiting_requests: int = Field(512, ge=1, description="Requests that wait for a worker before 503.")
     max_tenant_waiting_requests: int = Field(256, ge=1, description="Those of one tenant before 429.")

@@ -33,6 +33,7 @@ from services.gateway.session import OK, Session
 from services.gateway.tenant_generations import TenantGenerations
 from services.gateway.tenants import Tenants
 from services.gateway.text.pool import TextPool
+from services.gateway.usage.book import UsageBook
 
 _MAX_REQUEST_ID = 128
 _MAX_DEADLINE_S = 86_400.0
@@ -54,6 +55,7 @@ class Core:
     tenants: Tenants
     beginner: Beginner
     metrics: GatewayMetrics
+    usage: UsageBook
     default_deadline_s: float
     inflight_ids: set[str] = field(default_factory=set)
 
@@ -108,6 +110,7 @@ class Core:
             span=span,
             traceparent=carrier.get("traceparent", ""),
             metrics=self.metrics,
+            usage=self.usage,
             release=release,
             idempotency_key=key,
         )

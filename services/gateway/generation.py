@@ -112,6 +112,16 @@ class Generation:
         )
 
     @property
+    def is_taken(self) -> bool:
+        """Whether a worker has admitted any of its prompts."""
+        return any(run.stream.is_taken for run in self._runs)
+
+    @property
+    def accelerator_s(self) -> float:
+        """Time of engines' steps that its ended attempts have told of; all of it once it is closed."""
+        return sum(run.stream.job.accelerator_s for run in self._runs)
+
+    @property
     def route_s(self) -> float:
         """Seconds spent waiting for placements, the longest of the prompts."""
         return max(run.stream.route_s for run in self._runs)

@@ -57,12 +57,6 @@ class GatewayMetrics:
         self._tpot = meter.create_histogram(
             "kvmesh_tpot_seconds", unit="s", description="Time for each output token after the first, by request."
         )
-        self._prompt_tokens = meter.create_counter(
-            "kvmesh_gateway_prompt_tokens", description="Prompt tokens of requests that were placed, by tenant."
-        )
-        self._output_tokens = meter.create_counter(
-            "kvmesh_gateway_output_tokens", description="Output tokens of client requests, by tenant."
-        )
 
     def observe_total(self, name: str, description: str, read: Callable[[], int]) -> None:
         """A counter that somebody else keeps."""
@@ -95,12 +89,6 @@ class GatewayMetrics:
     def record_request(self, *, api: str, model: str, code: str, error: str) -> None:
         """The end of a client request. code: gRPC status name. error: name of the GatewayError, empty for none."""
         self._requests.add(1, {"api": api, "model": model, "code": code, "error": error})
-
-    def record_usage(self, *, tenant: str, model: str, prompt_tokens: int, output_tokens: int) -> None:
-        """What a tenant has used, at the end of a request that was placed."""
-        attributes = {"tenant": tenant, "model": model}
-        self._prompt_tokens.add(prompt_tokens, attributes)
-        self._output_tokens.add(output_tokens, attributes)
 
     def record_prepare(self, seconds: float) -> None:
         """Parsing, templating and tokenising."""

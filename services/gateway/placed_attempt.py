@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 from kvmesh.v1.common_pb2 import CachedTokens
 from kvmesh.v1.router_pb2 import OUTCOME_OK, Done, Grant, Outcome
-from kvmesh.v1.worker_pb2 import KnownOutput
+from kvmesh.v1.worker_pb2 import KnownOutput, WorkerGenerateResponse
 
 from services.common.rpc import caller_metadata
 from services.gateway.idempotency_records import Place
@@ -42,6 +42,8 @@ class PlacedAttempt:
     first_token_at_s: float = 0.0
     last_token_at_s: float = 0.0
     output_tokens: int = 0
+    # Of its worker's steps, as far as that has told.
+    accelerator_s: float = 0.0
     is_attached: bool = False
     _is_ended: bool = False
 
@@ -85,6 +87,11 @@ class PlacedAttempt:
         self.last_token_at_s = self.heard_at_s
         self.output_tokens += count
 
+    def charge(self, message: WorkerGenerateResponse) -> None:
+        """Note what a message says of the time of steps: all of the attempt so far."""
+        told_s = message.tokens.accelerator_s or message.completed.accelerator_s
+        self.accelerator_s = max(self.accelerator_s, told_s)
+
     def pulse(self, now_s: float, admit_patience_s: float) -> None:
         """Break it off when its deadline has passed or its worker has been silent for too long."""
         if now_s >= self.job.deadline_at_s:
@@ -101,6 +108,7 @@ class PlacedAttempt:
         if self._is_ended:
             return
         self._is_ended = True
+        self.job.accelerator_s += self.accelerator_s
         keeper = self.job.keeper
         if is_last and self.is_admitted and keeper is not None and not keeper.is_abandoned:
             self.inbox.leave(complete=outcome == OUTCOME_OK)

@@ -58,6 +58,11 @@ class PlacedStream:
         self._pauses = Pauses(self.placement.metrics)
 
     @property
+    def is_taken(self) -> bool:
+        """Whether a worker has admitted the prompt."""
+        return self._told.first_attempt > 0
+
+    @property
     def route_s(self) -> float:
         """Seconds spent waiting for placements."""
         return self._placing.route_s
@@ -127,6 +132,7 @@ class PlacedStream:
     def _take(self, attempt: PlacedAttempt, message: WorkerGenerateResponse) -> bool:
         """Note what the worker says; whether the reader is to have it."""
         attempt.heard_at_s = time.monotonic()
+        attempt.charge(message)
         kind = message.WhichOneof("event")
         if kind == "tokens":
             if not attempt.first_token_at_s:
@@ -215,6 +221,8 @@ class PlacedStream:
     def _hand_over(self, source: PlacedAttempt, reason: str, *, is_move: bool) -> None:
         """What the source has said is taken; the target is told of it, and goes on."""
         unread = list(source.inbox.unread)
+        for message in unread:
+            source.charge(message)
         taken = self._second.take(unread, is_move=is_move)
         if taken is None:
             return

@@ -40,11 +40,11 @@ class Keeper(Protocol):
 
 @dataclass(slots=True)
 class PlacementJob:
-    """What does not change from one attempt to the next.
+    """What does not change from one attempt to the next, but for accelerator_s.
 
     block_key, block_root, block_tokens: of the ids of blocks, whose chain goes on through the output. deadline_at_s,
     ttft_at_s: monotonic; the latter when the first token is due, inf for no such objective. tpot_s: 0 for no objective.
-    keeper: None for attempts that end with their caller.
+    keeper: None for attempts that end with their caller. accelerator_s: of the attempts that have ended.
     """
 
     request_id: str
@@ -66,6 +66,7 @@ class PlacementJob:
     traceparent: str
     adapter: AdapterView | None = None
     keeper: Keeper | None = None
+    accelerator_s: float = 0.0
 
     def wanted(self, *, is_accepted: bool) -> Wanted:
         """What the fair line has to know. is_accepted: a worker had taken it, so no objective ends its wait."""

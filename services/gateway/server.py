@@ -45,6 +45,8 @@ from services.gateway.tenants import Tenants
 from services.gateway.text.pool import Preparer, TextPool
 from services.gateway.text.text_model import load_text_model
 from services.gateway.tickets import LineLimits
+from services.gateway.usage.book import UsageBook
+from services.gateway.usage.prices import Prices
 from services.gateway.worker_channels import WorkerChannels
 
 # Silence is looked for this often, and held-back events this often while writes are paced.
@@ -66,6 +68,7 @@ class GatewayServer:
         instance = instance or generated_instance("gateway")
         self._generations = TenantGenerations(settings.redis_url, instance, secret.block_key, settings.generations_file)
         self.quotas = Quotas(self._generations.client, instance, secret.block_key)
+        self.usage = UsageBook(self._generations.client, Prices(settings.prices_file), settings.usage_file)
         self.keyed = KeyedRequests(self._generations.client, secret.request_key, settings.idempotency_window_s)
         self._settings = settings
         self.router = RouterClient(
@@ -142,6 +145,7 @@ class GatewayServer:
                 secret.block_key,
             ),
             metrics=metrics,
+            usage=self.usage,
             default_deadline_s=settings.default_deadline_s,
         )
 
@@ -174,6 +178,10 @@ class GatewayServer:
             "kvmesh_gateway_cold_requests": ("Requests that wait for models to be loaded.", lambda: cold.num_waiting),
             "kvmesh_gateway_open_attempts": ("Attempts at workers in flight.", channels.users),
             "kvmesh_gateway_open_asks": ("Asks that no router has answered.", lambda: router.num_pending),
+            "kvmesh_gateway_untold_requests": (
+                "Requests whose usage Redis has not been told of.",
+                lambda: self.usage.num_untold,
+            ),
             "kvmesh_gateway_open_records": ("Idempotency records being written.", lambda: self.keyed.num_open),
         }
         for name, (description, read) in totals.items():
@@ -208,6 +216,7 @@ class GatewayServer:
                 "channels": self.channels.sweep(),
                 "generations": self._generations.run(),
                 "quotas": self.quotas.run(),
+                "usage": self.usage.run(),
                 "queues": QueueReporter(self.core.placement.line, self.core.cold, self.router.report).run(),
             }
             if self.batches is not None:
@@ -230,6 +239,7 @@ class GatewayServer:
                     _log.error("background_task_failed", error=repr(result))
             await self.grammars.close()
             await self.keyed.close()
+            await self.usage.close()
             await self._generations.close()
             await self.channels.close()
             await self.router.close()

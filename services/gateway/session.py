@@ -14,6 +14,7 @@ import structlog
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
+from services.common.usage import ACCELERATOR_UNIT, Usage
 from services.gateway.errors import GatewayError, shape_of
 from services.gateway.generation import Generation
 from services.gateway.idempotency import KeyedNames
@@ -21,6 +22,7 @@ from services.gateway.keyed_run import KeyedRun
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.planning import Tenant
 from services.gateway.request import Plan
+from services.gateway.usage.book import UsageBook
 
 CANCELLED, OK = "CANCELLED", "OK"
 _log = structlog.get_logger("gateway.access")
@@ -43,6 +45,7 @@ class Session:
     span: Span
     traceparent: str
     metrics: GatewayMetrics
+    usage: UsageBook
     release: Callable[[], None]
     started_s: float = field(default_factory=time.monotonic)
     prepare_s: float = 0.0
@@ -120,14 +123,8 @@ class Session:
 
     def _record(self, code: str, error: str) -> None:
         figures = self._figures()
+        self._count_usage()
         self.metrics.record_request(api=self.api, model=self.model, code=code, error=error)
-        if self.generation is not None and self.generation.worker_id and not self.replay_of:
-            self.metrics.record_usage(
-                tenant=self.tenant.name,
-                model=self.model,
-                prompt_tokens=figures.prompt_tokens,
-                output_tokens=figures.output_tokens,
-            )
         if self.generation is not None and not self.is_offline:
             self.metrics.record_timings(
                 model=self.model, queue_s=figures.route_s, ttft_s=figures.ttft_s, tpot_s=figures.tpot_s
@@ -158,6 +155,24 @@ class Session:
             total_s=round(time.monotonic() - self.started_s, 6),
             **figures.rounded(),
         )
+
+    def _count_usage(self) -> None:
+        """What the client was told, or would have been; of a request that no worker has taken nothing."""
+        if self.generation is None or not self.generation.is_taken:
+            return
+        told = self.generation.usage()
+        usage = Usage(
+            requests=1,
+            prompt_tokens=told.prompt_tokens,
+            cached_local=told.cached.local,
+            cached_peer=told.cached.peer,
+            cached_ram=told.cached.ram,
+            cached_ssd=told.cached.ssd,
+            output_tokens=told.output_tokens,
+            accelerator_us=round(self.generation.accelerator_s * ACCELERATOR_UNIT),
+        )
+        run = self.replay_of or (self.run_id if self.keyed is not None else "")
+        self.usage.count(self.tenant.name, self.model, usage, run=run)
 
     def _figures(self) -> _Figures:
         if self.plan is None or self.generation is None:

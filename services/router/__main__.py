@@ -23,6 +23,7 @@ from services.router.config import RouterSettings
 from services.router.control.admin_keys import AdminKeys
 from services.router.control.plane import ControlPlane
 from services.router.control.service import ControlService
+from services.router.control.usage import UsageReader
 from services.router.decisions import Decisions
 from services.router.index.follower import IndexFollower
 from services.router.metrics import RouterMetrics, observe_gauges, observe_total
@@ -91,7 +92,9 @@ class _Router:
         )
         self._server.add(
             control_pb2_grpc.add_ControlServicer_to_server,
-            ControlService(self._control, self.decisions, AdminKeys(settings.admin_keys_file)),
+            ControlService(
+                self._control, self.decisions, UsageReader(self._client), AdminKeys(settings.admin_keys_file)
+            ),
             control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
         )
 

@@ -73,6 +73,7 @@ def chunk_proto(outputs: Sequence[ChoiceOutput]) -> worker_pb2.WorkerGenerateRes
         chunk.token_ids.extend(output.token_ids)
         for token, logprob in zip(output.token_ids, output.logprobs, strict=False):
             _add_logprob(chunk.logprobs.add(), token, logprob)
+    chunk.accelerator_s = outputs[-1].accelerator_s
     return worker_pb2.WorkerGenerateResponse(tokens=chunk)
 
 
@@ -94,7 +95,11 @@ def completed_proto(usage: RequestUsage) -> worker_pb2.WorkerGenerateResponse:
     )
     figures = common_pb2.Usage(prompt_tokens=usage.prompt_tokens, output_tokens=usage.output_tokens, cached=cached)
     completed = worker_pb2.Completed(
-        usage=figures, queue_s=usage.queue_s, pull_s=usage.pull_s, prefill_s=usage.prefill_s
+        usage=figures,
+        queue_s=usage.queue_s,
+        pull_s=usage.pull_s,
+        prefill_s=usage.prefill_s,
+        accelerator_s=usage.accelerator_s,
     )
     return worker_pb2.WorkerGenerateResponse(completed=completed)
 

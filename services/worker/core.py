@@ -44,6 +44,7 @@ from services.worker.requests import known_by_choice, request_of, usage_of
 from services.worker.scheduler import Scheduler
 from services.worker.sequence import Request
 from services.worker.step_fit import step_work
+from services.worker.step_shares import charge_step
 from services.worker.transfers import TransferLimits, Transfers
 
 
@@ -186,6 +187,7 @@ class EngineCore:
 
     def commit(self, chunks: Sequence[Chunk], draws: Draws, step_s: float, now: float) -> None:
         """Take in the result of a step that took `step_s`; the rows of `draws` are those of `draw_rows`."""
+        charge_step(chunks, self.rates.steps.latest_costs, step_s)
         drawn = drawn_of(chunks, draws)
         self._fail_unsound(chunks, drawn)
         work = step_work(chunks)

@@ -41,8 +41,15 @@ def drawn_of(chunks: Sequence[Chunk], draws: Draws) -> list[Drawn]:
 
 def output_of(advance: Advance, drawn: Drawn) -> ChoiceOutput:
     """What is said of the tokens that a sequence has drawn."""
-    sequence = advance.sequence
-    return ChoiceOutput(sequence.request.key, sequence.choice, drawn.tokens, drawn.logprobs, advance.finish)
+    sequence, request = advance.sequence, advance.sequence.request
+    return ChoiceOutput(
+        request.key,
+        sequence.choice,
+        drawn.tokens,
+        drawn.logprobs,
+        advance.finish,
+        accelerator_s=request.accelerator_s,
+    )
 
 
 def _chunk_rows(chunk: Chunk) -> Iterator[DrawRow]:

@@ -154,6 +154,7 @@ def _merged(responses: Iterable[Response]) -> Iterator[Response]:
         if chunk is not None and len(chunk.tokens.token_ids) < _MERGED_TOKENS:
             chunk.tokens.token_ids.extend(response.tokens.token_ids)
             chunk.tokens.logprobs.extend(response.tokens.logprobs)
+            chunk.tokens.accelerator_s = max(chunk.tokens.accelerator_s, response.tokens.accelerator_s)
             continue
         if chunk is not None:
             yield open_chunks.pop(choice)

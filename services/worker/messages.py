@@ -153,17 +153,24 @@ class PositionLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChoiceOutput(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one choice, a stop token included; finish is "" (goes on), "stop" or "length"."""
+    """New tokens of one choice, a stop token included; finish is "" (goes on), "stop" or "length".
+
+    accelerator_s: the request's part of the time of steps so far.
+    """
 
     key: int
     choice: int
     token_ids: list[int]
     logprobs: list[PositionLogprob]
     finish: str
+    accelerator_s: float = 0.0
 
 
 class RequestUsage(msgspec.Struct, frozen=True, array_like=True):
-    """Final figures of a request; the cached ones are tokens by tier. known_tokens: of the output, not drawn here."""
+    """Final figures of a request; the cached ones are tokens by tier.
+
+    known_tokens: of the output, not drawn here. accelerator_s: its part of the time of steps.
+    """
 
     key: int
     prompt_tokens: int
@@ -176,6 +183,7 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True):
     pull_s: float
     prefill_s: float
     known_tokens: int = 0
+    accelerator_s: float = 0.0
 
 
 class StepOutput(Message, frozen=True):

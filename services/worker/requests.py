@@ -73,6 +73,7 @@ def usage_of(request: Request) -> RequestUsage:
         pull_s=request.pull_s,
         prefill_s=max(0.0, request.prefill_end_s - first_step_s),
         known_tokens=request.known_tokens,
+        accelerator_s=request.accelerator_s,
     )
 
 

@@ -91,6 +91,8 @@ class Request:
     # Of all choices, known ones included, and those alone.
     output_tokens: int = 0
     known_tokens: int = 0
+    # Its part of the time of steps so far.
+    accelerator_s: float = 0.0
 
     @property
     def is_cacheable(self) -> bool:

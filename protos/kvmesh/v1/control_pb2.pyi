@@ -517,6 +517,113 @@ class PoolView(_message.Message):
 Global___PoolView: _TypeAlias = PoolView  # noqa: Y015
 
 @_typing.final
+class GetUsageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    FIRST_DAY_FIELD_NUMBER: _builtins.int
+    LAST_DAY_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Empty: of all."""
+    model: _builtins.str
+    first_day: _builtins.str
+    """First and last day, as ISO dates in UTC. Empty: today. At most 400 days."""
+    last_day: _builtins.str
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        first_day: _builtins.str = ...,
+        last_day: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_day", b"first_day", "last_day", b"last_day", "model", b"model", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageRequest: _TypeAlias = GetUsageRequest  # noqa: Y015
+
+@_typing.final
+class GetUsageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageRow]:
+        """By day, tenant and model."""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___UsageRow] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
+
+@_typing.final
+class UsageRow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PEER_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_RAM_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_SSD_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCELERATOR_US_FIELD_NUMBER: _builtins.int
+    COST_NANO_FIELD_NUMBER: _builtins.int
+    day: _builtins.str
+    tenant: _builtins.str
+    model: _builtins.str
+    requests: _builtins.int
+    """That a worker had taken; a repeat under the same idempotency key is none."""
+    prompt_tokens: _builtins.int
+    """Cached ones included."""
+    cached_local_tokens: _builtins.int
+    cached_peer_tokens: _builtins.int
+    cached_ram_tokens: _builtins.int
+    cached_ssd_tokens: _builtins.int
+    output_tokens: _builtins.int
+    accelerator_us: _builtins.int
+    cost_nano: _builtins.int
+    """Billionths of the price table's currency."""
+    def __init__(
+        self,
+        *,
+        day: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_local_tokens: _builtins.int = ...,
+        cached_peer_tokens: _builtins.int = ...,
+        cached_ram_tokens: _builtins.int = ...,
+        cached_ssd_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        accelerator_us: _builtins.int = ...,
+        cost_nano: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator_us", b"accelerator_us", "cached_local_tokens", b"cached_local_tokens", "cached_peer_tokens", b"cached_peer_tokens", "cached_ram_tokens", b"cached_ram_tokens", "cached_ssd_tokens", b"cached_ssd_tokens", "cost_nano", b"cost_nano", "day", b"day", "model", b"model", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageRow: _TypeAlias = UsageRow  # noqa: Y015
+
+@_typing.final
 class DrainWorkerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -75,6 +75,11 @@ class ControlStub:
                 request_serializer=kvmesh_dot_v1_dot_control__pb2.ListPoolsRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_control__pb2.ListPoolsResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/kvmesh.v1.Control/GetUsage',
+                request_serializer=kvmesh_dot_v1_dot_control__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_control__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kvmesh.v1.Control/Drain',
                 request_serializer=kvmesh_dot_v1_dot_control__pb2.DrainWorkerRequest.SerializeToString,
@@ -173,6 +178,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """What tenants have used, as gateways count it. UNAVAILABLE when Redis does not answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """No new requests for a worker until Undrain, or until it starts anew; those running go on. NOT_FOUND for a worker
         that the router does not know.
@@ -264,6 +276,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ListPools,
                     request_deserializer=kvmesh_dot_v1_dot_control__pb2.ListPoolsRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_control__pb2.ListPoolsResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=kvmesh_dot_v1_dot_control__pb2.GetUsageRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_control__pb2.GetUsageResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -517,6 +534,33 @@ class Control:
             '/kvmesh.v1.Control/ListPools',
             kvmesh_dot_v1_dot_control__pb2.ListPoolsRequest.SerializeToString,
             kvmesh_dot_v1_dot_control__pb2.ListPoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Control/GetUsage',
+            kvmesh_dot_v1_dot_control__pb2.GetUsageRequest.SerializeToString,
+            kvmesh_dot_v1_dot_control__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

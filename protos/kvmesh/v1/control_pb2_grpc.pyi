@@ -58,6 +58,8 @@ class ControlStub:
     ListAliases: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListAliasesRequest, _control_pb2.AliasList]
     ListPools: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListPoolsRequest, _control_pb2.ListPoolsResponse]
     """Every model and role that has workers or that requests wait for, as autoscalers see it."""
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetUsageRequest, _control_pb2.GetUsageResponse]
+    """What tenants have used, as gateways count it. UNAVAILABLE when Redis does not answer."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _router_pb2.WorkerView]
     """No new requests for a worker until Undrain, or until it starts anew; those running go on. NOT_FOUND for a worker
     that the router does not know.
@@ -99,6 +101,8 @@ class ControlAsyncStub(ControlStub):
     ListAliases: _aio.UnaryUnaryMultiCallable[_control_pb2.ListAliasesRequest, _control_pb2.AliasList]  # type: ignore[assignment]
     ListPools: _aio.UnaryUnaryMultiCallable[_control_pb2.ListPoolsRequest, _control_pb2.ListPoolsResponse]  # type: ignore[assignment]
     """Every model and role that has workers or that requests wait for, as autoscalers see it."""
+    GetUsage: _aio.UnaryUnaryMultiCallable[_control_pb2.GetUsageRequest, _control_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """What tenants have used, as gateways count it. UNAVAILABLE when Redis does not answer."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _router_pb2.WorkerView]  # type: ignore[assignment]
     """No new requests for a worker until Undrain, or until it starts anew; those running go on. NOT_FOUND for a worker
     that the router does not know.
@@ -185,6 +189,14 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListPoolsResponse, _abc.Awaitable[_control_pb2.ListPoolsResponse]]:
         """Every model and role that has workers or that requests wait for, as autoscalers see it."""
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _control_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.GetUsageResponse, _abc.Awaitable[_control_pb2.GetUsageResponse]]:
+        """What tenants have used, as gateways count it. UNAVAILABLE when Redis does not answer."""
 
     @_abc_1.abstractmethod
     def Drain(

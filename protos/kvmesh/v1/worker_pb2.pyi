@@ -363,7 +363,10 @@ class TokenChunk(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    ACCELERATOR_S_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
+    accelerator_s: _builtins.float
+    """The attempt's part of the time of the engine's steps, from its beginning to these tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -374,10 +377,11 @@ class TokenChunk(_message.Message):
         choice: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        accelerator_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator_s", b"accelerator_s", "choice", b"choice", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -413,12 +417,15 @@ class Completed(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PULL_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    ACCELERATOR_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Seconds from arrival to the first scheduled step without pulling, of pulling, and from the first scheduled step to
     the end of the prompt's computation.
     """
     pull_s: _builtins.float
     prefill_s: _builtins.float
+    accelerator_s: _builtins.float
+    """Its part of the time of the engine's steps: each step's is shared out by what its tokens are predicted to cost."""
     @_builtins.property
     def usage(self) -> _common_pb2.Usage: ...
     def __init__(
@@ -428,10 +435,11 @@ class Completed(_message.Message):
         queue_s: _builtins.float = ...,
         pull_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
+        accelerator_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator_s", b"accelerator_s", "prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

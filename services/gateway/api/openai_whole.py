@@ -14,7 +14,7 @@ from services.gateway.session import Session
 def reply_of(catalog: ModelCatalog, session: Session, begun: Begun) -> Reply:
     """What the answer of an OpenAI request is written with. Raises GatewayError when its model has just gone."""
     assert begun.reply is not None
-    vocabulary = catalog.text_model(begun.plan.model).vocabulary
+    vocabulary = catalog.texts[begun.plan.model].vocabulary
     return Reply(begun.plan, begun.reply, vocabulary, request_id=session.answer_id, created_s=session.created_s)
 
 

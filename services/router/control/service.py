@@ -16,6 +16,7 @@ from services.common.bearer_keys import AUTHORIZATION
 from services.router.control.admin_keys import AdminKeys
 from services.router.control.messages import adapter_view, decision_record, model_versions
 from services.router.control.plane import ControlPlane
+from services.router.control.usage import UsageReader
 from services.router.decisions import Decisions
 from services.router.errors import (
     ConflictError,
@@ -44,9 +45,10 @@ _log = structlog.get_logger()
 class ControlService(control_pb2_grpc.ControlServicer):
     """Serves operators."""
 
-    def __init__(self, plane: ControlPlane, decisions: Decisions, keys: AdminKeys) -> None:
+    def __init__(self, plane: ControlPlane, decisions: Decisions, usage: UsageReader, keys: AdminKeys) -> None:
         self._plane = plane
         self._decisions = decisions
+        self._usage = usage
         self._keys = keys
 
     async def RegisterModel(
@@ -151,6 +153,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         await self._owner(context)
         self._decisions.pools.update(time.monotonic())
         return control_pb2.ListPoolsResponse(pools=pool_views(self._decisions))
+
+    async def GetUsage(self, request: control_pb2.GetUsageRequest, context: Context) -> control_pb2.GetUsageResponse:
+        """See the proto."""
+        await self._owner(context)
+        try:
+            return control_pb2.GetUsageResponse(rows=await self._usage.rows(request))
+        except OperatorError as error:
+            await context.abort(_STATUS[type(error)], str(error))
 
     async def ListModels(
         self, request: control_pb2.ListModelVersionsRequest, context: Context

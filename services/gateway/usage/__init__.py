@@ -1,0 +1,1 @@
+"""What tenants use: counted, priced, and kept in Redis for whoever asks."""

@@ -1,0 +1,36 @@
+"""Keeps a ledger in a file, so that what was counted outlives the gateway, and a Redis that keeps nothing."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from services.common.settings import ConfigurationError
+from services.gateway.usage.ledger import LedgerState
+
+
+def load_ledger(path: Path | None) -> LedgerState:
+    """What the file holds; a new ledger where there is none. Raises ConfigurationError for what is none."""
+    new = LedgerState(secrets.token_hex(16))
+    if path is None:
+        return new
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LedgerState)
+    except FileNotFoundError:
+        return new
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"gateway: usage_file={path}: {error}") from None
+
+
+def save_ledger(path: Path, state: LedgerState) -> None:
+    """Replace the file. Raises OSError; then the old one is still there."""
+    temporary = path.with_name(path.name + ".new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(state))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
