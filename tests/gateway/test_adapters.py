@@ -11,8 +11,8 @@ from google.protobuf.empty_pb2 import Empty
 from kvmesh.v1.router_pb2 import ServedAdapter
 
 from services.common.release import ADAPTER_PROTOCOL
-from tests.gateway.conftest import Mesh
-from tests.gateway.fakes import served_model
+from tests.gateway.conftest import ANSWER, Mesh
+from tests.gateway.fakes import Script, served_model
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -69,3 +69,18 @@ async def test_adapters_are_listed_with_their_base_and_unknown_ones_are_not_foun
     for name in (f"{BASE}:second", f"{BASE}:", ":first", "nobody's:lost"):
         status, error, _ = await mesh.error("Completions", {"model": name, "prompt": "hi"})
         assert (status.name, error["code"]) == ("NOT_FOUND", "model_not_found"), name
+
+
+async def test_a_rescued_answer_goes_on_with_its_adapter(mesh: Mesh) -> None:
+    """And only where adapters are served."""
+    await report(mesh, FIRST)
+    answer = mesh.text.encode_text(ANSWER)
+    mesh.plan[:] = [Script(answer, fail_after=2), Script(answer)]
+    mesh.router.asks.clear()
+    begun = [len(worker.requests) for worker in mesh.workers]
+    value = await mesh.complete("Once upon a time", model=f"{BASE}:first")
+    assert (value["choices"][0]["text"], value["model"]) == (ANSWER, f"{BASE}:first")
+    requests = [one for worker, old in zip(mesh.workers, begun, strict=True) for one in worker.requests[old:]]
+    assert sorted(len(one.known) for one in requests) == [0, 1]
+    assert all(one.adapter.digest == FIRST.digest and one.adapter.path == FIRST.path for one in requests)
+    assert [ask.requires.adapter_digest for ask in mesh.router.asks] == [FIRST.digest] * 2
