@@ -9,5 +9,5 @@ from __future__ import annotations
 RELEASE = "0.2.0"
 # What a worker does of a request, told in its identity and with each admission; one that tells nothing does the first.
 # Raise it with a field of WorkerGenerateRequest that changes the answer, and name the new level below.
-FIRST_PROTOCOL, GRAMMAR_PROTOCOL, ADAPTER_PROTOCOL = 1, 2, 3
-PROTOCOL = ADAPTER_PROTOCOL
+FIRST_PROTOCOL, GRAMMAR_PROTOCOL, ADAPTER_PROTOCOL, SCORE_PROTOCOL = 1, 2, 3, 4
+PROTOCOL = SCORE_PROTOCOL

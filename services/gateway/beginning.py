@@ -160,7 +160,9 @@ class Beginner:
         if views is None:
             raise AnswerNotKept("the model of the answer is no longer served")
         prepared = await self._prepare(session, msgspec.structs.replace(job, views=views, model=claim.model))
-        if prepared.plan.sampling.num_logprobs is not None and any(place.is_resumed for place in claim.places):
+        sampling = prepared.plan.sampling
+        wants_logprobs = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
+        if wants_logprobs and any(place.is_resumed for place in claim.places):
             raise AnswerNotKept("log probabilities of the answer were lost with a worker")
         streams = self._streams(session, prepared.plan)
         assert session.names is not None
@@ -257,6 +259,7 @@ class Beginner:
             traceparent=session.traceparent,
             adapter=plan.adapter,
             keeper=session.keyed.keeper(index) if session.keyed is not None else None,
+            embeds=plan.embeds,
         )
 
 

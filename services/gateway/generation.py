@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, CachedTokens, Usage
+from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, CachedTokens, PromptLogprobs, Usage
 from kvmesh.v1.worker_pb2 import WorkerGenerateResponse
 
 from services.gateway.errors import WorkerFailed
-from services.gateway.output import LENGTH, STOP, Accepted, ChoiceOutput, Event
+from services.gateway.output import LENGTH, STOP, Accepted, ChoiceOutput, Embedded, Event, PromptScores
 from services.gateway.placed_stream import PlacedStream
 from services.gateway.request import Plan
 from services.gateway.text.stop_strings import StopStrings
@@ -26,13 +26,15 @@ _QUEUE_MESSAGES = 64
 
 @dataclass(slots=True, eq=False)
 class _PromptRun:
-    """One prompt's stream and its choices."""
+    """One prompt's stream and its choices. num_scored: leading prompt tokens that need no more log probabilities."""
 
+    index: int
     stream: PlacedStream
     choices: list[ChoiceOutput]
     cached_at_admission: int = 0
     usage: Usage | None = None
     cut: bool = False
+    num_scored: int = 1
 
     def handle(self, message: WorkerGenerateResponse) -> list[Event]:
         """Events of one message of the worker."""
@@ -48,6 +50,12 @@ class _PromptRun:
         if kind == "finish":
             reason = LENGTH if message.finish.reason == FINISH_REASON_LENGTH else STOP
             return self.choices[message.finish.choice].end(reason)
+        if kind == "prompt_logprobs":
+            return self._scored(message.prompt_logprobs)
+        if kind == "embedding":
+            # Nothing is drawn, and nothing of a choice is left to come.
+            self.choices[0].finished = True
+            return [Embedded(self.index, message.embedding.values)]
         if kind == "admitted":
             self.cached_at_admission = message.admitted.cached_tokens
             return [Accepted(message.admitted.worker_id, message.admitted.cached_tokens)]
@@ -55,6 +63,14 @@ class _PromptRun:
         if not all(choice.finished for choice in self.choices):
             raise WorkerFailed("the worker completed before all choices had ended")
         return []
+
+    def _scored(self, told: PromptLogprobs) -> list[Event]:
+        """What is new of it: an attempt after a failure tells all again."""
+        news = told.logprobs[self.num_scored - told.first :] if told.first <= self.num_scored else ()
+        if not news:
+            return []
+        first, self.num_scored = self.num_scored, self.num_scored + len(news)
+        return [PromptScores(self.index, first, news)]
 
     @property
     def is_over(self) -> bool:
@@ -71,7 +87,7 @@ class Generation:
         count = plan.num_choices
         self._plan = plan
         self._runs = [
-            _PromptRun(stream, [ChoiceOutput(i * count + c, vocabulary, stops, stop_tokens) for c in range(count)])
+            _PromptRun(i, stream, [ChoiceOutput(i * count + c, vocabulary, stops, stop_tokens) for c in range(count)])
             for i, stream in enumerate(streams)
         ]
         self._left = len(self._runs)

@@ -46,7 +46,24 @@ class Finish:
     stop_string: str = ""
 
 
-Event = Accepted | Delta | Finish
+@dataclass(slots=True)
+class PromptScores:
+    """Log probabilities of the next tokens of a prompt; of its first token there is none."""
+
+    prompt: int
+    first: int
+    positions: Sequence[PositionLogprobs]
+
+
+@dataclass(slots=True)
+class Embedded:
+    """The embedding of a prompt: little-endian float32, of length one."""
+
+    prompt: int
+    values: bytes
+
+
+Event = Accepted | PromptScores | Embedded | Delta | Finish
 
 
 class ChoiceOutput:

@@ -49,6 +49,8 @@ class PlacedStream:
     _open: PlacedAttempt | None = None
     _ready: deque[WorkerGenerateResponse] = field(default_factory=deque)
     _told: ToldUsage = field(default_factory=ToldUsage)
+    # Its wish to leave before all of the prompt was told, which a second attempt would not tell.
+    _put_off: WorkerGenerateResponse | None = None
     _closed: bool = False
 
     def __post_init__(self) -> None:
@@ -139,7 +141,11 @@ class PlacedStream:
                 self._on_first_token(attempt)
             attempt.heard_tokens(len(message.tokens.token_ids))
             self._pauses.last_token_at_s = attempt.heard_at_s
-            return self._output.note(message)
+            is_news = self._output.note(message)
+            if self._put_off is not None:
+                self._second.wanted(self._put_off.move_wanted.reason, attempt.worker_id)
+                self._put_off = None
+            return is_news
         if kind == "finish":
             return self._output.note(message)
         if kind == "admitted":
@@ -150,8 +156,16 @@ class PlacedStream:
         if kind == "stale":
             self._on_stale()
         elif kind == "move_wanted":
+            self._on_move_wanted(attempt, message)
+        elif kind == "embedding":
+            self._output.end(0)
+        return kind in ("prompt_logprobs", "embedding")
+
+    def _on_move_wanted(self, attempt: PlacedAttempt, message: WorkerGenerateResponse) -> None:
+        if self.job.reads_prompt and not self._output.num_tokens:
+            self._put_off = message
+        else:
             self._second.wanted(message.move_wanted.reason, attempt.worker_id)
-        return False
 
     def _on_admitted(self, attempt: PlacedAttempt, cached_tokens: int) -> bool:
         attempt.is_admitted = True
@@ -298,7 +312,7 @@ class PlacedStream:
     def _end_attempt(
         self, outcome: Outcome.ValueType, cached: CachedTokens | None = None, *, is_last: bool = False
     ) -> None:
-        attempt, self._open = self._open, None
+        attempt, self._open, self._put_off = self._open, None, None
         if attempt is not None:
             self.placement.pulse.discard(self)
             self._second.close()

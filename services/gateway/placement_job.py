@@ -13,7 +13,7 @@ from kvmesh.v1.worker_pb2 import KnownOutput, WorkerGenerateRequest
 
 from services.common.blocks import BLOCK_ID_BYTES, BlockId, chain_block_ids, join_ids
 from services.common.fair_queue import RequestClass
-from services.common.release import ADAPTER_PROTOCOL, GRAMMAR_PROTOCOL
+from services.common.release import ADAPTER_PROTOCOL, GRAMMAR_PROTOCOL, SCORE_PROTOCOL
 from services.gateway.adapters import AdapterView
 from services.gateway.output_record import OutputRecord
 from services.gateway.request import PromptPlan
@@ -67,6 +67,7 @@ class PlacementJob:
     adapter: AdapterView | None = None
     keeper: Keeper | None = None
     accelerator_s: float = 0.0
+    embeds: bool = False
 
     def wanted(self, *, is_accepted: bool) -> Wanted:
         """What the fair line has to know. is_accepted: a worker had taken it, so no objective ends its wait."""
@@ -84,9 +85,16 @@ class PlacementJob:
     @property
     def protocol(self) -> int:
         """Least WorkerIdentity.protocol of whoever may run it; 0: any."""
+        if self.reads_prompt:
+            return SCORE_PROTOCOL
         if self.adapter is not None:
             return ADAPTER_PROTOCOL
         return GRAMMAR_PROTOCOL if self.sampling.grammar else 0
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether something of the prompt itself is wanted: one worker computes all of it then."""
+        return self.embeds or self.sampling.HasField("num_prompt_logprobs")
 
     @property
     def requirements(self) -> Requirements | None:
@@ -109,7 +117,7 @@ class PlacementJob:
             request_id=self.request_id,
             attempt=attempt,
             model=self.model,
-            block_ids=self.prompt.block_ids,
+            block_ids=b"" if self.reads_prompt else self.prompt.block_ids,
             model_digest=self.model_digest,
             prompt_tokens=self.prompt.num_tokens,
             max_output_tokens=self.prompt.max_tokens * self.num_choices,
@@ -120,7 +128,7 @@ class PlacementJob:
             traceparent=self.traceparent,
             objectives=objectives,
             requires=self.requirements,
-            can_hand_off=True,
+            can_hand_off=not self.reads_prompt,
         )
 
     def ask_again(self, attempt: int, excluded: Sequence[str], asks_as: RequestClass, output: OutputRecord) -> Ask:
@@ -128,7 +136,8 @@ class PlacementJob:
         known = output.first_open()
         ask = self.ask(attempt, excluded, asks_as, None)
         ask.resumes = True
-        ask.block_ids = self._block_ids_with(known)
+        if known:
+            ask.block_ids = self._block_ids_with(known)
         ask.prompt_tokens = self.prompt.num_tokens + len(known)
         ask.num_choices = max(1, output.num_open)
         # A choice that lacks its finish alone still needs a place for one token.
@@ -156,6 +165,7 @@ class PlacementJob:
             known=known,
             hold_s=hold_s,
             keep_s=self.keeper.keep_s if self.keeper is not None else 0.0,
+            embeds=self.embeds,
         )
         if self.adapter is not None:
             rest.adapter.digest, rest.adapter.path = self.adapter.digest, self.adapter.path
@@ -164,8 +174,6 @@ class PlacementJob:
 
     def _block_ids_with(self, output: Sequence[int]) -> bytes:
         """Ids of the full blocks of the prompt and of what follows it."""
-        if not output:
-            return self.prompt.block_ids
         ids = self.prompt.block_ids
         num_blocks = len(ids) // BLOCK_ID_BYTES
         prompt = WorkerGenerateRequest.FromString(self.prompt.message).prompt_token_ids

@@ -10,7 +10,14 @@ from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 from services.common.blocks import BlockId, block_root, cache_namespace, chain_block_ids, join_ids
 from services.gateway.adapters import AdapterView
 from services.gateway.errors import ContextLengthExceeded, InvalidRequest
-from services.gateway.request import GenerationRequest, Plan, PromptPlan, Sampling, check_request
+from services.gateway.request import (
+    MAX_PROMPT_LOGPROBS,
+    GenerationRequest,
+    Plan,
+    PromptPlan,
+    Sampling,
+    check_request,
+)
 from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.sampling_defaults import with_defaults
 from services.gateway.text.text_model import TextModel
@@ -73,11 +80,12 @@ def make_plan(
         ),
         adapter_digest=adapter.digest if adapter is not None else None,
     )
-    field = "messages" if request.chat is not None else "prompt"
+    field = request.field
     if request.chat is not None:
         tokens = [_chat_tokens(request.chat, request.tools, text, view)]
     else:
-        tokens = [_tokens(prompt, text, view) for prompt in request.prompts]
+        tokens = [_tokens(prompt, text, view, field) for prompt in request.prompts]
+    _check_scored(request, sum(map(len, tokens)))
     budgets = [_output_budget(len(ids), request.max_tokens, view, field) for ids in tokens]
     eos = () if request.ignore_eos else text.eos_token_ids
     return Plan(
@@ -100,6 +108,7 @@ def make_plan(
         vocab_size=view.vocab_size,
         name=request.model,
         adapter=adapter,
+        embeds=request.embeds,
     )
 
 
@@ -126,11 +135,11 @@ def _chat_tokens(
     return _some(text.encode_chat(messages, tools), "messages")
 
 
-def _tokens(prompt: str | list[int], text: TextModel, view: ModelView) -> list[int]:
+def _tokens(prompt: str | list[int], text: TextModel, view: ModelView, field: str) -> list[int]:
     if isinstance(prompt, str):
-        _refuse_hopeless(prompt, text, view, "prompt")
-        return _some(text.encode_text(prompt), "prompt")
-    return _some(prompt, "prompt")
+        _refuse_hopeless(prompt, text, view, field)
+        return _some(text.encode_text(prompt), field)
+    return _some(prompt, field)
 
 
 def _some(ids: list[int], field: str) -> list[int]:
@@ -182,11 +191,20 @@ def _block_ids(key: bytes, root: BlockId, ids: list[int], view: ModelView) -> by
 def _check_token_ids(request: GenerationRequest, view: ModelView) -> None:
     for prompt in request.prompts:
         if not isinstance(prompt, str) and not all(0 <= i < view.vocab_size for i in prompt):
-            raise InvalidRequest(f"a token id is outside the vocabulary of {view.vocab_size}", "prompt")
+            raise InvalidRequest(f"a token id is outside the vocabulary of {view.vocab_size}", request.field)
     if not all(0 <= i < view.vocab_size for i in request.stop_token_ids):
         raise InvalidRequest(f"a token id is outside the vocabulary of {view.vocab_size}", "stop_token_ids")
     if not all(0 <= i < view.vocab_size for i in request.sampling.logit_bias):
         raise InvalidRequest(f"a token id is outside the vocabulary of {view.vocab_size}", "logit_bias")
+
+
+def _check_scored(request: GenerationRequest, num_tokens: int) -> None:
+    num_top = request.sampling.num_prompt_logprobs
+    if num_top is not None and num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{num_top + 1} log probabilities of each of {num_tokens} prompt tokens: more than {MAX_PROMPT_LOGPROBS}",
+            "prompt_logprobs",
+        )
 
 
 def _echo(request: GenerationRequest, index: int, ids: list[int], text: TextModel) -> str:

@@ -18,7 +18,10 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_PROMPTS = 128
+MAX_INPUTS = 2048
 MAX_LOGPROBS = 20
+# Of all tokens of a prompt together; some megabytes of an answer.
+MAX_PROMPT_LOGPROBS = 131_072
 MAX_LOGIT_BIAS = 1024
 MAX_OBJECTIVE_S = 86_400.0
 _U64 = 2**64
@@ -27,7 +30,7 @@ _U64 = 2**64
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Fields and meaning of proto SamplingParams; None: left out, and the model's default in a plan.
 
-    seed None: a fresh one is drawn at admission. num_logprobs None: none wanted.
+    seed None: a fresh one is drawn at admission. num_logprobs, num_prompt_logprobs None: none wanted.
     """
 
     temperature: float | None = None
@@ -40,6 +43,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     grammar: str = ""
 
 
@@ -56,7 +60,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_s, tpot_s: its objectives, 0 for none of its own. form: of every answer; its grammar is not in `sampling` yet.
     A message has the texts role and content, and may have name, tool_call_id and tool_calls, the latter as OpenAI's
-    API has them. tools: what the model is told of them, in that API's form too.
+    API has them. tools: what the model is told of them, in that API's form too. embeds: embeddings of the prompts are
+    wanted, and no answers.
     """
 
     model: str
@@ -75,6 +80,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float = 0.0
     echo: bool = False
     form: AnswerForm | None = None
+    embeds: bool = False
+
+    @property
+    def field(self) -> str:
+        """Where the client has put the prompts, for messages."""
+        return "messages" if self.chat is not None else "input" if self.embeds else "prompt"
 
 
 class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     # As the request named its model.
     name: str = ""
     adapter: AdapterView | None = None
+    embeds: bool = False
 
     @property
     def made_with(self) -> bytes:
@@ -155,12 +167,13 @@ def _check_prompts(request: GenerationRequest) -> None:
         if not request.chat:
             raise InvalidRequest("messages must not be empty", "messages")
         return
+    field, most = request.field, MAX_INPUTS if request.embeds else MAX_PROMPTS
     if not request.prompts:
-        raise InvalidRequest("prompt must not be empty", "prompt")
-    if len(request.prompts) > MAX_PROMPTS:
-        raise InvalidRequest(f"at most {MAX_PROMPTS} prompts, not {len(request.prompts)}", "prompt")
+        raise InvalidRequest(f"{field} must not be empty", field)
+    if len(request.prompts) > most:
+        raise InvalidRequest(f"at most {most} prompts, not {len(request.prompts)}", field)
     if any(len(prompt) == 0 for prompt in request.prompts):
-        raise InvalidRequest("prompt must not be empty", "prompt")
+        raise InvalidRequest(f"{field} must not be empty", field)
 
 
 def _check_stops(request: GenerationRequest) -> None:
@@ -188,6 +201,7 @@ def check_sampling(sampling: Sampling) -> None:
     for bias in sampling.logit_bias.values():
         _check_range("logit_bias", bias, -100.0, 100.0)
     _check_range("logprobs", sampling.num_logprobs, 0, MAX_LOGPROBS)
+    _check_range("prompt_logprobs", sampling.num_prompt_logprobs, 0, MAX_LOGPROBS)
 
 
 def _check_range(name: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from services.common.blocks import BLOCK_TOKENS
 from services.worker.errors import Refused
@@ -12,6 +13,8 @@ from services.worker.sequence import Known, Request, Status, blocks_for
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
+# none: no embeddings; mean: of all tokens; last: the last token's.
+Pooling = Literal["none", "mean", "last"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,8 @@ class SchedulerLimits:
     """Bounds of the scheduler.
 
     max_queue_s: prefill time that may wait beyond what can run at once. speculation_tokens: most tokens
-    drafted of a sequence in one step.
+    drafted of a sequence in one step. scores_prompts: whether it has log probabilities of prompts.
+    pooling: how the hidden states of a prompt become its embedding.
     """
 
     max_context: int
@@ -27,6 +31,8 @@ class SchedulerLimits:
     max_running: int = 32
     max_queue_s: float = 0.2
     prefix_cache: bool = True
+    scores_prompts: bool = True
+    pooling: Pooling = "none"
     speculation_tokens: int = 0
 
 
@@ -51,7 +57,9 @@ def check_request(request: Request, limits: SchedulerLimits, num_blocks: int) ->
         raise _invalid(f"a prompt token is outside the vocabulary of {limits.vocab_size}")
     if request.is_cacheable and len(request.prompt_ids) != num_prompt // BLOCK_TOKENS:
         raise _invalid("prompt_block_ids does not match the prompt's full blocks")
-    _check_sampling(request.sampling, limits.vocab_size)
+    _check_sampling(request.sampling, limits)
+    if request.embeds:
+        _check_embedding(request, limits)
     check_known(request, request.known, limits.vocab_size)
 
 
@@ -73,12 +81,21 @@ def check_known(request: Request, known: Mapping[int, Known], vocab_size: int) -
             raise _invalid(f"a known token ends choice {choice}, which is to go on")
 
 
-def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+def _check_embedding(request: Request, limits: SchedulerLimits) -> None:
+    if limits.pooling == "none":
+        raise _invalid("this model is served without embeddings: its workers' setting pooling is none")
+    if request.num_choices > 1 or request.known or request.is_held or request.rows_to_read:
+        raise _invalid("an embedding has one choice, no output and no log probabilities")
+
+
+def _check_sampling(sampling: Sampling, limits: SchedulerLimits) -> None:
     """What would break a step shared with others; the gateway has checked the ranges."""
-    if any(not 0 <= token < vocab_size for token in sampling.logit_bias):
-        raise _invalid(f"a logit_bias token is outside the vocabulary of {vocab_size}")
-    if (sampling.num_logprobs or 0) > MAX_TOP_LOGPROBS:
-        raise _invalid(f"num_logprobs is above {MAX_TOP_LOGPROBS}")
+    if any(not 0 <= token < limits.vocab_size for token in sampling.logit_bias):
+        raise _invalid(f"a logit_bias token is outside the vocabulary of {limits.vocab_size}")
+    if max(sampling.num_logprobs or 0, sampling.num_prompt_logprobs or 0) > MAX_TOP_LOGPROBS:
+        raise _invalid(f"num_logprobs or num_prompt_logprobs is above {MAX_TOP_LOGPROBS}")
+    if sampling.num_prompt_logprobs is not None and not limits.scores_prompts:
+        raise _invalid("this worker has no log probabilities of prompts")
     if not (0 <= sampling.temperature <= 100 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
         raise _invalid("temperature, top_p or min_p is out of range")
     if sampling.repetition_penalty <= 0:

@@ -20,7 +20,7 @@ NO_MODEL = "none"
 _NOT_SIMULATED = frozenset(
     {
         *("device", "weight_dtype", "threads", "exact", "kv_dtype", "kv_cache_fraction", "staging_bytes"),
-        *("max_adapters", "max_adapter_rank", "max_adapter_waiting", "adapter_wait_s"),
+        *("max_adapters", "max_adapter_rank", "max_adapter_waiting", "adapter_wait_s", "pooling"),
         *("push", "max_push_blocks", "repush_bytes_per_s", "node_ramp_s", "max_served_blocks"),
     }
 )
@@ -115,6 +115,9 @@ class WorkerSettings(ServiceSettings):
         "off", description="ngram: draft tokens by looking where the latest ones stood before."
     )
     speculation_tokens: int = Field(8, ge=1, le=64, description="Most tokens drafted of a sequence in one step.")
+    pooling: Literal["none", "mean", "last"] = Field(
+        "none", description="Serve embeddings: the mean of a prompt's hidden states, or the last one; on cpu."
+    )
     max_queue_s: float = Field(0.2, ge=0, description="Prefill time that may wait beyond what can run at once.")
     max_requests: int = Field(1024, ge=1, description="Most requests open at once, waiting ones included.")
     max_kept_requests: int = Field(
@@ -166,6 +169,8 @@ def check_settings(settings: WorkerSettings) -> None:
     _check_weights(settings)
     if settings.device == "cuda" and settings.max_adapters and "max_adapters" in settings.model_fields_set:
         raise ConfigurationError(f"worker: max_adapters={settings.max_adapters}: adapters are served on cpu alone")
+    if settings.pooling != "none" and settings.device != "cpu":
+        raise ConfigurationError(f"worker: pooling='{settings.pooling}': needs device='cpu'")
     if 0 < settings.kv_cache_bytes < 2**20:
         raise ConfigurationError(f"worker: kv_cache_bytes={settings.kv_cache_bytes}: at least 1048576, or 0")
     if settings.max_running > settings.step_token_budget:

@@ -18,6 +18,7 @@ from services.worker.messages import (
     KnownOutput,
     MoveRequested,
     PositionLogprob,
+    PromptScored,
     RequestUsage,
     Sampling,
     Submit,
@@ -58,6 +59,7 @@ def submit_message(
         known=known_outputs(request.known),
         hold_s=request.hold_s,
         adapter=AdapterRef(request.adapter.digest, request.adapter.path) if request.HasField("adapter") else None,
+        embeds=request.embeds,
     )
 
 
@@ -75,6 +77,14 @@ def chunk_proto(outputs: Sequence[ChoiceOutput]) -> worker_pb2.WorkerGenerateRes
             _add_logprob(chunk.logprobs.add(), token, logprob)
     chunk.accelerator_s = outputs[-1].accelerator_s
     return worker_pb2.WorkerGenerateResponse(tokens=chunk)
+
+
+def scores_proto(scored: PromptScored) -> worker_pb2.WorkerGenerateResponse:
+    """Log probabilities of a prompt's tokens."""
+    told = common_pb2.PromptLogprobs(first=scored.first)
+    for token, logprob in zip(scored.token_ids, scored.logprobs, strict=True):
+        _add_logprob(told.logprobs.add(), token, logprob)
+    return worker_pb2.WorkerGenerateResponse(prompt_logprobs=told)
 
 
 def finish_proto(output: ChoiceOutput) -> worker_pb2.WorkerGenerateResponse:
@@ -170,6 +180,7 @@ def _sampling(proto: common_pb2.SamplingParams) -> Sampling:
         logit_bias=dict(proto.logit_bias),
         num_logprobs=proto.num_logprobs if proto.HasField("num_logprobs") else None,
         grammar=proto.grammar,
+        num_prompt_logprobs=proto.num_prompt_logprobs if proto.HasField("num_prompt_logprobs") else None,
     )
 
 
@@ -197,5 +208,6 @@ def _pull_plan(steps: Sequence[common_pb2.PullStep]) -> list[HolderRun]:
 def _add_logprob(proto: common_pb2.PositionLogprobs, token: int, logprob: PositionLogprob) -> None:
     proto.chosen.token_id = token
     proto.chosen.logprob = logprob.logprob
+    proto.rank = logprob.rank
     for top_token, value in logprob.top:
         proto.top.add(token_id=top_token, logprob=value)

@@ -16,7 +16,7 @@ from services.worker.adapters.source import AdapterSource
 from services.worker.admission import SchedulerLimits
 from services.worker.block_pool import BlockPool
 from services.worker.chunk import Advance, Chunk
-from services.worker.drawing import Drawn, draw_rows, drawn_of, output_of
+from services.worker.drawing import draw_rows, drawn_of, faults, output_of, reads_of, told_of
 from services.worker.draws import Draws
 from services.worker.engine_load import engine_load
 from services.worker.engine_messages import BlockChanges, DrainEngine, EngineLoad, PushTarget
@@ -188,35 +188,28 @@ class EngineCore:
     def commit(self, chunks: Sequence[Chunk], draws: Draws, step_s: float, now: float) -> None:
         """Take in the result of a step that took `step_s`; the rows of `draws` are those of `draw_rows`."""
         charge_step(chunks, self.rates.steps.latest_costs, step_s)
-        drawn = drawn_of(chunks, draws)
-        self._fail_unsound(chunks, drawn)
+        drawn, reads = drawn_of(chunks, draws), reads_of(chunks, draws)
+        for key, code, detail in faults(chunks, drawn, reads):
+            self.fail_request(key, code, detail)
+        told = [told_of(chunk, one) for chunk, one in zip(chunks, reads, strict=True) if one]
+        self.to_front += [one for one in told if one is not None and one.key in self.scheduler.requests]
         work = step_work(chunks)
         by_sequence = {id(chunk.sequence): one for chunk, one in zip(chunks, drawn, strict=True)}
         choices: list[ChoiceOutput] = []
         completed: list[RequestUsage] = []
         for advance in self.scheduler.commit(chunks, [one.tokens for one in drawn], now):
             self._offer(advance, now)
-            if not advance.tokens:
-                continue
-            choices.append(output_of(advance, by_sequence[id(advance.sequence)]))
+            if advance.tokens:
+                choices.append(output_of(advance, by_sequence[id(advance.sequence)]))
             if advance.finish and self.scheduler.finish(advance.sequence):
                 self._release_adapter(advance.sequence.request.key)
                 completed.append(usage_of(advance.sequence.request))
-        if choices:
+        if choices or completed:
             self.to_front.append(StepOutput(choices, completed))
         self.load_changed |= bool(completed)
         self.rates.observe_step(work, step_s, drafted=sum(chunk.drafted for chunk in chunks))
         self.to_mover.extend(self.transfers.pushes.leaving(now))
         self._announce()
-
-    def _fail_unsound(self, chunks: Sequence[Chunk], drawn: Sequence[Drawn]) -> None:
-        """End the requests whose grammar has given up or whose logits are no numbers."""
-        for chunk, one in zip(chunks, drawn, strict=True):
-            key, follower = chunk.sequence.request.key, chunk.sequence.follower
-            if chunk.draws and follower is not None and follower.failure:
-                self.fail_request(key, "INVALID_ARGUMENT", follower.failure)
-            elif not one.is_sound:
-                self.fail_request(key, "INTERNAL", "the model's output is not a number")
 
     def fail_step(self, chunks: Sequence[Chunk], detail: str) -> None:
         """A step could not be run: end the requests in it. Its blocks were never made reusable."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,29 @@ class DrawRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreRow:
+    """Of the logits in a row, the log probability of `token` and of the `num_top` most likely ones is wanted."""
+
+    token: int
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRow:
+    """Of a row, the hidden state is wanted from which its logits were made."""
+
+
+ReadRow = ScoreRow | HiddenRow
+Hidden = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class Draws:
     """One token of each row, None where its logits are not numbers; logprobs None where none are wanted.
 
-    Of rows that mean nothing, any token.
+    Of rows that mean nothing, any token. reads: what each ReadRow wants, None where it is not numbers.
     """
 
     tokens: list[int | None]
     logprobs: list[PositionLogprob | None]
+    reads: list[PositionLogprob | Hidden | None] = field(default_factory=list)

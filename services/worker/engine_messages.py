@@ -16,6 +16,8 @@ from services.worker.messages import (
     Message,
     MoveRequested,
     PreparedRequest,
+    PromptEmbedded,
+    PromptScored,
     RequestAborted,
     RequestFailed,
     Resume,
@@ -161,6 +163,8 @@ FromEngineToFront = (
     | RequestAborted
     | PreparedRequest
     | MoveRequested
+    | PromptEmbedded
+    | PromptScored
     | StepOutput
     | EngineLoad
     | BlockChanges

@@ -11,13 +11,15 @@ from kvmesh.v1 import worker_pb2
 from opentelemetry import context as otel_context
 
 from services.common.release import PROTOCOL
-from services.worker.convert import chunk_proto, completed_proto, finish_proto, load_proto, move_proto
+from services.worker.convert import chunk_proto, completed_proto, finish_proto, load_proto, move_proto, scores_proto
 from services.worker.front import Front
 from services.worker.messages import (
     AdmittedRequest,
     ChoiceOutput,
     MoveRequested,
     PreparedRequest,
+    PromptEmbedded,
+    PromptScored,
     RequestFailed,
     RequestUsage,
     StaleRequest,
@@ -63,6 +65,10 @@ class Exchange:
                 yield worker_pb2.WorkerGenerateResponse(prepared=worker_pb2.Prepared(takes_more=True))
             case MoveRequested():
                 yield move_proto(event)
+            case PromptScored():
+                yield scores_proto(event)
+            case PromptEmbedded(values=values):
+                yield worker_pb2.WorkerGenerateResponse(embedding=worker_pb2.Embedding(values=values))
             case StaleRequest():
                 self.is_over = True
                 self._front.metrics.ended("stale")

@@ -26,6 +26,8 @@ from services.worker.messages import (
     Message,
     MoveRequested,
     PreparedRequest,
+    PromptEmbedded,
+    PromptScored,
     RequestAborted,
     RequestFailed,
     Resume,
@@ -165,6 +167,8 @@ class Front:
                 self.board.publish(message)
             case AdmittedRequest() | StaleRequest() | RequestFailed() | PreparedRequest() | MoveRequested():
                 self._deliver(message)
+            case PromptScored() | PromptEmbedded():
+                self._deliver(message)
             case RequestAborted():
                 self.metrics.served(message.usage)
                 record_aborted_spans(message)
@@ -184,7 +188,7 @@ class Front:
             self.board.note_admitted(stream.name)
         elif isinstance(event, MoveRequested):
             self.metrics.move_wanted(event.reason)
-        if not stream.put(event) and isinstance(event, ChoiceOutput):
+        if not stream.put(event) and isinstance(event, ChoiceOutput | PromptScored):
             self.fail(stream, "RESOURCE_EXHAUSTED", "the stream is read too slowly")
         if isinstance(event, AdmittedRequest) and self.board.draining:
             # It was on its way to the engine when the drain began.

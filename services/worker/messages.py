@@ -20,7 +20,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """Fields and meaning of proto SamplingParams; num_logprobs None: none wanted."""
+    """Fields and meaning of proto SamplingParams; num_logprobs, num_prompt_logprobs None: none wanted."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -33,6 +33,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None
     grammar: str = ""
+    num_prompt_logprobs: int | None = None
 
 
 class HolderRun(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +71,8 @@ class Submit(Message, frozen=True):
     """Admit one attempt. `key` is unique for the life of the worker and names it in every later message.
 
     deadline_s: seconds left, from sending. Without block_root and prompt_block_ids nothing of it is cached. hold_s:
-    above 0 it computes what is known and draws nothing before its Resume, for which it waits so many seconds.
+    above 0 it computes what is known and draws nothing before its Resume, for which it waits so many seconds. embeds:
+    nothing is drawn, and the pooled hidden state of the prompt is told.
     """
 
     key: int
@@ -92,6 +94,7 @@ class Submit(Message, frozen=True):
     hold_s: float = 0.0
     # None: the base model.
     adapter: AdapterRef | None = None
+    embeds: bool = False
 
 
 class Resume(Message, frozen=True):
@@ -146,10 +149,30 @@ class MoveRequested(Message, frozen=True):
 
 
 class PositionLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log probability of the chosen token and of the most likely ones, best first."""
+    """Log probability of the chosen token and of the most likely ones, best first.
+
+    rank: of the chosen one, from 1 on; 0: not told.
+    """
 
     logprob: float
     top: list[tuple[int, float]]
+    rank: int = 0
+
+
+class PromptScored(Message, frozen=True):
+    """Log probabilities of the prompt's tokens from index `first` on, of which `token_ids` are the first."""
+
+    key: int
+    first: int
+    token_ids: list[int]
+    logprobs: list[PositionLogprob]
+
+
+class PromptEmbedded(Message, frozen=True):
+    """The pooled hidden state of a prompt, of length one: little-endian float32."""
+
+    key: int
+    values: bytes
 
 
 class ChoiceOutput(msgspec.Struct, frozen=True, array_like=True):

@@ -41,6 +41,9 @@ def request_of(message: Submit, now: float) -> Request:
         held_until_s=now + message.hold_s if message.hold_s > 0 else None,
         output_tokens=known_tokens,
         known_tokens=known_tokens,
+        embeds=message.embeds,
+        # Who begins with output has been told of the prompt.
+        rows_to_read=len(prompt) - 1 if message.sampling.num_prompt_logprobs is not None and not known_tokens else 0,
     )
 
 

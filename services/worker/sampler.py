@@ -10,6 +10,7 @@ rows of the step. NumPy over the few tokens that can matter takes a tenth of wha
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.draws import DrawRow, Draws
+from services.worker.draws import DrawRow, Draws, ScoreRow
 from services.worker.messages import PositionLogprob, Sampling
 
 MIN_LOGPROB = -9999.0
@@ -54,6 +55,22 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[DrawRow]) -> Draws:
         follows = row.drafted is None or (follows and tokens[i] == row.drafted)
     logprobs = _logprobs(logits, tokens, rows)
     return Draws([token if ok else None for token, ok in zip(tokens, valid, strict=True)], logprobs)
+
+
+def score_tokens(logits: torch.Tensor, rows: Sequence[ScoreRow]) -> list[PositionLogprob | None]:
+    """Log probabilities in float32 logits [len(rows), vocab_size], which are left as they are."""
+    if not rows:
+        return []
+    log_probs = torch.log_softmax(logits, -1)
+    told = log_probs[torch.arange(len(rows)), torch.tensor([row.token for row in rows])]
+    ranks: list[int] = ((log_probs > told[:, None]).sum(-1) + 1).tolist()
+    best = log_probs.topk(min(max(row.num_top for row in rows), log_probs.shape[-1]))
+    values = best.values.clamp(min=MIN_LOGPROB).tolist()
+    result: list[PositionLogprob | None] = []
+    for i, (row, value) in enumerate(zip(rows, told.tolist(), strict=True)):
+        top = list(zip(best.indices[i].tolist(), values[i], strict=True))[: row.num_top]
+        result.append(None if math.isnan(value) else PositionLogprob(max(value, MIN_LOGPROB), top, ranks[i]))
+    return result
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

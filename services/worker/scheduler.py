@@ -28,7 +28,7 @@ from services.common.step_costs import StepCosts
 from services.worker.admission import SchedulerLimits, check_known, check_request
 from services.worker.ahead import Ahead, check_queue
 from services.worker.block_pool import BlockPool
-from services.worker.chunk import Advance, Chunk
+from services.worker.chunk import MOST_ROWS_READ, Advance, Chunk, prompt_chunk
 from services.worker.errors import Refused
 from services.worker.moves import MoveWishes
 from services.worker.queue_state import QueueState, queue_state
@@ -81,6 +81,9 @@ class Scheduler:
         if request.key in self.requests:
             raise Refused("ALREADY_EXISTS", "this attempt is being served already")
         check_request(request, self._limits, self._pool.num_blocks)
+        if request.embeds:
+            request.rows_to_read = len(request.prompt)
+            request.rows_read = 0 if self._limits.pooling == "mean" else len(request.prompt) - 1
         self._arrivals += 1
         request.sequences = [self._sequence(request, choice) for choice in range(request.num_choices)]
         hits = len(self._pool.match(request.hit_ids)) if self._limits.prefix_cache else 0
@@ -142,12 +145,14 @@ class Scheduler:
                 chunks.append(Chunk(sequence, sequence.num_computed, 1, draws=True))
         # However many decode, prefills go on, or the first long answers would shut out everybody else.
         budget = max(token_budget - len(chunks), min(token_budget, MIN_PREFILL_TOKENS))
+        readable = MOST_ROWS_READ
         for sequence in self._prefills(now):
-            length = min(sequence.num_due, budget)
-            if not length:
+            chunk = prompt_chunk(sequence, budget, readable)
+            if not chunk.length:
                 continue
-            budget -= length
-            chunks.append(Chunk(sequence, sequence.num_computed, length, draws=length == sequence.num_missing))
+            budget -= chunk.length
+            readable -= chunk.read
+            chunks.append(chunk)
             if not budget:
                 break
         chunks = self.speculation.extend(chunks, budget, costs, len(self._running))
@@ -243,6 +248,7 @@ class Scheduler:
 
     def _advance(self, chunk: Chunk, drawn: list[int], now: float) -> Advance:
         sequence, request = chunk.sequence, chunk.sequence.request
+        request.rows_read += chunk.read
         sequence.tokens[sequence.num_tokens : sequence.num_tokens + len(drawn)] = drawn
         sequence.num_tokens += len(drawn)
         request.output_tokens += len(drawn)
@@ -250,7 +256,7 @@ class Scheduler:
         sequence.num_computed = chunk.start + chunk.length - chunk.drafted + max(0, len(drawn) - 1)
         completed_slot = self._registration.register(sequence) if self._reuses(request) else None
         self._note_prefilled(sequence, now)
-        finish = ""
+        finish = "stop" if request.embeds and not sequence.num_missing else ""
         if drawn:
             self.speculation.observe(chunk, len(drawn) - 1)
             if drawn[-1] in request.stop_token_ids:

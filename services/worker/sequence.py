@@ -93,6 +93,17 @@ class Request:
     known_tokens: int = 0
     # Its part of the time of steps so far.
     accelerator_s: float = 0.0
+    # Nothing is drawn: the hidden states of prompt tokens are pooled, here their sum, float64 [hidden size].
+    embeds: bool = False
+    pooled: npt.NDArray[np.float64] | None = None
+    # Prompt tokens whose results are wanted for themselves (Chunk.read): from the first to the second.
+    rows_read: int = 0
+    rows_to_read: int = 0
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether results of prompt tokens are still wanted for themselves."""
+        return self.rows_read < self.rows_to_read
 
     @property
     def is_cacheable(self) -> bool:
@@ -179,8 +190,14 @@ class Sequence:
 
     @property
     def hit_ids(self) -> list[BlockId]:
-        """Ids of the blocks worth having: the last known token is always computed, for its logits."""
-        return self.block_ids[: (self.num_tokens - 1) // BLOCK_TOKENS]
+        """Ids of the blocks worth having: the last known token is always computed, for its logits.
+
+        So is, by the leader, whatever of the prompt is to be read.
+        """
+        most = self.num_tokens - 1
+        if self.request.wants_rows and self is self.request.leader:
+            most = min(most, self.request.rows_read)
+        return self.block_ids[: most // BLOCK_TOKENS]
 
     @property
     def num_prompt(self) -> int:
@@ -210,7 +227,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether its next step is one token and a draw."""
-        return self.num_tokens - self.num_computed == 1 and self.request.held_until_s is None
+        request = self.request
+        return self.num_tokens - self.num_computed == 1 and request.held_until_s is None and not request.embeds
 
     @property
     def has_slots(self) -> bool:

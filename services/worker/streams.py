@@ -15,12 +15,24 @@ from services.worker.messages import (
     ChoiceOutput,
     MoveRequested,
     PreparedRequest,
+    PromptEmbedded,
+    PromptScored,
     RequestFailed,
     RequestUsage,
     StaleRequest,
 )
 
-Event = AdmittedRequest | StaleRequest | RequestFailed | ChoiceOutput | PreparedRequest | MoveRequested | RequestUsage
+Event = (
+    AdmittedRequest
+    | StaleRequest
+    | RequestFailed
+    | PromptEmbedded
+    | PromptScored
+    | ChoiceOutput
+    | PreparedRequest
+    | MoveRequested
+    | RequestUsage
+)
 TERMINAL = (StaleRequest, RequestFailed, RequestUsage)
 
 

@@ -13,7 +13,8 @@ from tests.support.mesh import Mesh, running_mesh
 @pytest.fixture(scope="session")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     options = ("--workers", "2", "--routers", "2", "--kvstores", "1")
-    with running_mesh(tmp_path_factory.mktemp("mesh"), *options) as running:
+    env = {"KVMESH_WORKER_POOLING": "mean", "KVMESH_WORKER_SPECULATION": "ngram"}
+    with running_mesh(tmp_path_factory.mktemp("mesh"), *options, env=env) as running:
         yield running
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,7 @@ from kvmesh.v1.common_pb2 import (
     LOCATION_KIND_WORKER,
     CachedTokens,
     PositionLogprobs,
+    PromptLogprobs,
     PullStep,
     TokenLogprob,
     Usage,
@@ -42,6 +45,7 @@ from kvmesh.v1.worker_pb2 import (
     AttemptEnd,
     AttemptEvents,
     Completed,
+    Embedding,
     KnownOutput,
     MoveWanted,
     Prepared,
@@ -94,7 +98,8 @@ class Script:
     on after such a wish once go_on_after is set.
     fail_held: it fails instead of being prepared. leave_held: it would rather not go on before it is. prepare_s:
     that takes it so long, every time, and not before prepare_after. takes_more: it may be told more then. prefill_s:
-    the first token of one that is not held takes it so long.
+    the first token of one that is not held takes it so long. fail_scoring: it fails when it has told log probabilities
+    of so many tokens of the prompt. leave_scoring: it would rather not go on while it tells them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -116,10 +121,19 @@ class Script:
     pause_s: float = 0.0
     cached: int = 0
     chunk: int = 1
+    fail_scoring: int | None = None
+    leave_scoring: bool = False
 
 
 class Scripted(Exception):
     """An attempt fails with this status, as its script says."""
+
+
+def embedding_of(tokens: Sequence[int]) -> list[float]:
+    """What workers say of a prompt: a vector of length one, and float32."""
+    vector = [1.0 + len(tokens), 1.0 + tokens[0] % 101, 1.0 + tokens[-1] % 97, 2.0]
+    norm = math.hypot(*vector)
+    return array("f", [value / norm for value in vector]).tolist()
 
 
 async def _next_batch(outbox: asyncio.Queue[AttemptEvents]) -> ServeBatch:
@@ -237,8 +251,34 @@ class FakeWorker(WorkerServicer):
                 self.rounds += is_held
         else:
             await asyncio.sleep(script.prefill_s)
+        if request.embeds:
+            if script.fail_after == 0:
+                raise Scripted(grpc.StatusCode.UNAVAILABLE)
+            values = array("f", embedding_of(request.prompt_token_ids)).tobytes()
+            yield WorkerGenerateResponse(embedding=Embedding(values=values))
+            usage = Usage(prompt_tokens=len(request.prompt_token_ids), cached=CachedTokens(local=script.cached))
+            yield WorkerGenerateResponse(completed=Completed(usage=usage))
+            return
+        if request.sampling.HasField("num_prompt_logprobs") and not known:
+            async for message in self._scores(script, request):
+                yield message
         async for message in self._output(script, request, known):
             yield message
+
+    async def _scores(self, script: Script, request: WorkerGenerateRequest) -> AsyncIterator[WorkerGenerateResponse]:
+        """Two tokens at a time."""
+        top = [TokenLogprob(token_id=20 + i, logprob=-2.0 - i) for i in range(request.sampling.num_prompt_logprobs)]
+        tokens = request.prompt_token_ids
+        for first in range(1, len(tokens), 2):
+            if script.fail_scoring is not None and first > script.fail_scoring:
+                raise Scripted(grpc.StatusCode.UNAVAILABLE)
+            if script.leave_scoring:
+                yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=MOVE_REASON_DRAINING))
+            told = PromptLogprobs(first=first)
+            for token in tokens[first : first + 2]:
+                told.logprobs.add(chosen=TokenLogprob(token_id=token, logprob=-0.5), top=top, rank=9)
+            yield WorkerGenerateResponse(prompt_logprobs=told)
+            await asyncio.sleep(script.pause_s)
 
     async def _output(
         self, script: Script, request: WorkerGenerateRequest, outputs: list[KnownOutput]

@@ -133,7 +133,7 @@ def test_completion_refusals() -> None:
     for fields, param in (
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),

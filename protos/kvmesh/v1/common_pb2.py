@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/common.proto\x12\tkvmesh.v1\"\xde\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.kvmesh.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07grammar\x18\x0b \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0f\n\r_num_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob\"^\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\'\n\x06\x63\x61\x63hed\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.CachedTokens\"E\n\x0c\x43\x61\x63hedTokens\x12\r\n\x05local\x18\x01 \x01(\r\x12\x0c\n\x04peer\x18\x02 \x01(\r\x12\x0b\n\x03ram\x18\x03 \x01(\r\x12\x0b\n\x03ssd\x18\x04 \x01(\r\",\n\nObjectives\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x02 \x01(\x01\"\xd2\x01\n\x08PullStep\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.kvmesh.v1.LocationKind\x12\x13\n\x0blocation_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0cpull_address\x18\x04 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x16\n\x0enum_ssd_blocks\x18\x08 \x01(\r\x12\x0e\n\x06wait_s\x18\t \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x86\x01\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPRIORITY_CLASS_INTERACTIVE\x10\x01\x12\x1b\n\x17PRIORITY_CLASS_STANDARD\x10\x02\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x03*b\n\x0cLocationKind\x12\x1d\n\x19LOCATION_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14LOCATION_KIND_WORKER\x10\x01\x12\x19\n\x15LOCATION_KIND_KVSTORE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/common.proto\x12\tkvmesh.v1\"\x98\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.kvmesh.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07grammar\x18\x0b \x01(\t\x12 \n\x13num_prompt_logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"o\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"N\n\x0ePromptLogprobs\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12-\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1b.kvmesh.v1.PositionLogprobs\"^\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\'\n\x06\x63\x61\x63hed\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.CachedTokens\"E\n\x0c\x43\x61\x63hedTokens\x12\r\n\x05local\x18\x01 \x01(\r\x12\x0c\n\x04peer\x18\x02 \x01(\r\x12\x0b\n\x03ram\x18\x03 \x01(\r\x12\x0b\n\x03ssd\x18\x04 \x01(\r\",\n\nObjectives\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x02 \x01(\x01\"\xd2\x01\n\x08PullStep\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.kvmesh.v1.LocationKind\x12\x13\n\x0blocation_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0cpull_address\x18\x04 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x16\n\x0enum_ssd_blocks\x18\x08 \x01(\r\x12\x0e\n\x06wait_s\x18\t \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x86\x01\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPRIORITY_CLASS_INTERACTIVE\x10\x01\x12\x1b\n\x17PRIORITY_CLASS_STANDARD\x10\x02\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x03*b\n\x0cLocationKind\x12\x1d\n\x19LOCATION_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14LOCATION_KIND_WORKER\x10\x01\x12\x19\n\x15LOCATION_KIND_KVSTORE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=966
-  _globals['_FINISHREASON']._serialized_end=1061
-  _globals['_PRIORITYCLASS']._serialized_start=1064
-  _globals['_PRIORITYCLASS']._serialized_end=1198
-  _globals['_LOCATIONKIND']._serialized_start=1200
-  _globals['_LOCATIONKIND']._serialized_end=1298
+  _globals['_FINISHREASON']._serialized_start=1118
+  _globals['_FINISHREASON']._serialized_end=1213
+  _globals['_PRIORITYCLASS']._serialized_start=1216
+  _globals['_PRIORITYCLASS']._serialized_end=1350
+  _globals['_LOCATIONKIND']._serialized_start=1352
+  _globals['_LOCATIONKIND']._serialized_end=1450
   _globals['_SAMPLINGPARAMS']._serialized_start=38
-  _globals['_SAMPLINGPARAMS']._serialized_end=388
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=323
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=371
-  _globals['_TOKENLOGPROB']._serialized_start=390
-  _globals['_TOKENLOGPROB']._serialized_end=439
-  _globals['_POSITIONLOGPROBS']._serialized_start=441
-  _globals['_POSITIONLOGPROBS']._serialized_end=538
-  _globals['_USAGE']._serialized_start=540
-  _globals['_USAGE']._serialized_end=634
-  _globals['_CACHEDTOKENS']._serialized_start=636
-  _globals['_CACHEDTOKENS']._serialized_end=705
-  _globals['_OBJECTIVES']._serialized_start=707
-  _globals['_OBJECTIVES']._serialized_end=751
-  _globals['_PULLSTEP']._serialized_start=754
-  _globals['_PULLSTEP']._serialized_end=964
+  _globals['_SAMPLINGPARAMS']._serialized_end=446
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=357
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=405
+  _globals['_TOKENLOGPROB']._serialized_start=448
+  _globals['_TOKENLOGPROB']._serialized_end=497
+  _globals['_POSITIONLOGPROBS']._serialized_start=499
+  _globals['_POSITIONLOGPROBS']._serialized_end=610
+  _globals['_PROMPTLOGPROBS']._serialized_start=612
+  _globals['_PROMPTLOGPROBS']._serialized_end=690
+  _globals['_USAGE']._serialized_start=692
+  _globals['_USAGE']._serialized_end=786
+  _globals['_CACHEDTOKENS']._serialized_start=788
+  _globals['_CACHEDTOKENS']._serialized_end=857
+  _globals['_OBJECTIVES']._serialized_start=859
+  _globals['_OBJECTIVES']._serialized_end=903
+  _globals['_PULLSTEP']._serialized_start=906
+  _globals['_PULLSTEP']._serialized_end=1116
 # @@protoc_insertion_point(module_scope)

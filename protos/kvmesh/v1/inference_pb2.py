@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvmesh/v1/inference.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc6\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.kvmesh.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.kvmesh.v1.ChatMessagesH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12=\n\nlogit_bias\x18\x0e \x03(\x0b\x32).kvmesh.v1.GenerateRequest.LogitBiasEntry\x12\x19\n\x0cnum_logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x18\n\x0bnum_choices\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x0c\n\x04stop\x18\x11 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x12 \x03(\r\x12\x12\n\nignore_eos\x18\x13 \x01(\x08\x12\x12\n\ncache_salt\x18\x14 \x01(\t\x12\x12\n\nrequest_id\x18\x15 \x01(\t\x12*\n\x08priority\x18\x16 \x01(\x0e\x32\x18.kvmesh.v1.PriorityClass\x12\x18\n\x0breturn_text\x18\x17 \x01(\x08H\x0c\x88\x01\x01\x12)\n\nobjectives\x18\x18 \x01(\x0b\x32\x15.kvmesh.v1.Objectives\x12#\n\x04\x66orm\x18\x19 \x01(\x0b\x32\x15.kvmesh.v1.AnswerForm\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobsB\x0e\n\x0c_num_choicesB\x0e\n\x0c_return_text\"\x91\x01\n\nAnswerForm\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12)\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x16.kvmesh.v1.TextChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x1c\n\x0bTextChoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xd5\x01\n\x10GenerateResponse\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.kvmesh.v1.GenerateAcceptedH\x00\x12)\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.GenerateDeltaH\x00\x12)\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.ChoiceFinishH\x00\x12\x31\n\tcompleted\x18\x04 \x01(\x0b\x32\x1c.kvmesh.v1.GenerateCompletedH\x00\x42\x07\n\x05\x65vent\"g\n\x10GenerateAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"o\n\rGenerateDelta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.kvmesh.v1.PositionLogprobs\"\\\n\x0c\x43hoiceFinish\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\"4\n\x11GenerateCompleted\x12\x1f\n\x05usage\x18\x01 \x01(\x0b\x32\x10.kvmesh.v1.Usage\"c\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.ChatMessagesH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.kvmesh.v1.ModelInfo\"\xb6\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x15\n\rweight_format\x18\x05 \x01(\t\x12\x16\n\x0eready_replicas\x18\x06 \x01(\r\x12\x11\n\tcreated_s\x18\x07 \x01(\x03\x12-\n\x08versions\x18\x08 \x03(\x0b\x32\x1b.kvmesh.v1.ModelVersionInfo\x12\x0e\n\x06parent\x18\t \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\n \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_rank\x18\x0b \x01(\r\x12\r\n\x05state\x18\x0c \x01(\t\x12\x10\n\x08\x61lias_of\x18\r \x01(\t\x12\x14\n\x0c\x63old_start_s\x18\x0e \x01(\x01\"\x80\x01\n\x10ModelVersionInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\r\n\x05share\x18\x03 \x01(\x01\x12\x16\n\x0eready_replicas\x18\x04 \x01(\r\x12\x15\n\rweight_format\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t2\xad\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.kvmesh.v1.GenerateRequest\x1a\x1b.kvmesh.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.kvmesh.v1.TokenizeRequest\x1a\x1b.kvmesh.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.kvmesh.v1.DetokenizeRequest\x1a\x1d.kvmesh.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.kvmesh.v1.ListModelsRequest\x1a\x1d.kvmesh.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvmesh/v1/inference.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x80\x08\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.kvmesh.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.kvmesh.v1.ChatMessagesH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12=\n\nlogit_bias\x18\x0e \x03(\x0b\x32).kvmesh.v1.GenerateRequest.LogitBiasEntry\x12\x19\n\x0cnum_logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x18\n\x0bnum_choices\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x0c\n\x04stop\x18\x11 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x12 \x03(\r\x12\x12\n\nignore_eos\x18\x13 \x01(\x08\x12\x12\n\ncache_salt\x18\x14 \x01(\t\x12\x12\n\nrequest_id\x18\x15 \x01(\t\x12*\n\x08priority\x18\x16 \x01(\x0e\x32\x18.kvmesh.v1.PriorityClass\x12\x18\n\x0breturn_text\x18\x17 \x01(\x08H\x0c\x88\x01\x01\x12)\n\nobjectives\x18\x18 \x01(\x0b\x32\x15.kvmesh.v1.Objectives\x12#\n\x04\x66orm\x18\x19 \x01(\x0b\x32\x15.kvmesh.v1.AnswerForm\x12 \n\x13num_prompt_logprobs\x18\x1a \x01(\rH\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobsB\x0e\n\x0c_num_choicesB\x0e\n\x0c_return_textB\x16\n\x14_num_prompt_logprobs\"\x91\x01\n\nAnswerForm\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12)\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x16.kvmesh.v1.TextChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x1c\n\x0bTextChoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x8b\x02\n\x10GenerateResponse\x12/\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1b.kvmesh.v1.GenerateAcceptedH\x00\x12)\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.GenerateDeltaH\x00\x12)\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.ChoiceFinishH\x00\x12\x31\n\tcompleted\x18\x04 \x01(\x0b\x32\x1c.kvmesh.v1.GenerateCompletedH\x00\x12\x34\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x19.kvmesh.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"g\n\x10GenerateAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"o\n\rGenerateDelta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.kvmesh.v1.PositionLogprobs\"\\\n\x0c\x43hoiceFinish\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\"4\n\x11GenerateCompleted\x12\x1f\n\x05usage\x18\x01 \x01(\x0b\x32\x10.kvmesh.v1.Usage\"c\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.ChatMessagesH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.kvmesh.v1.ModelInfo\"\xb6\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x15\n\rweight_format\x18\x05 \x01(\t\x12\x16\n\x0eready_replicas\x18\x06 \x01(\r\x12\x11\n\tcreated_s\x18\x07 \x01(\x03\x12-\n\x08versions\x18\x08 \x03(\x0b\x32\x1b.kvmesh.v1.ModelVersionInfo\x12\x0e\n\x06parent\x18\t \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\n \x01(\t\x12\x14\n\x0c\x61\x64\x61pter_rank\x18\x0b \x01(\r\x12\r\n\x05state\x18\x0c \x01(\t\x12\x10\n\x08\x61lias_of\x18\r \x01(\t\x12\x14\n\x0c\x63old_start_s\x18\x0e \x01(\x01\"\x80\x01\n\x10ModelVersionInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\r\n\x05share\x18\x03 \x01(\x01\x12\x16\n\x0eready_replicas\x18\x04 \x01(\r\x12\x15\n\rweight_format\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t2\xad\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.kvmesh.v1.GenerateRequest\x1a\x1b.kvmesh.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.kvmesh.v1.TokenizeRequest\x1a\x1b.kvmesh.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.kvmesh.v1.DetokenizeRequest\x1a\x1d.kvmesh.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.kvmesh.v1.ListModelsRequest\x1a\x1d.kvmesh.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,39 +41,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=182
   _globals['_TOKENIDS']._serialized_end=205
   _globals['_GENERATEREQUEST']._serialized_start=208
-  _globals['_GENERATEREQUEST']._serialized_end=1174
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=931
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=979
-  _globals['_ANSWERFORM']._serialized_start=1177
-  _globals['_ANSWERFORM']._serialized_end=1322
-  _globals['_TEXTCHOICES']._serialized_start=1324
-  _globals['_TEXTCHOICES']._serialized_end=1352
-  _globals['_GENERATERESPONSE']._serialized_start=1355
-  _globals['_GENERATERESPONSE']._serialized_end=1568
-  _globals['_GENERATEACCEPTED']._serialized_start=1570
-  _globals['_GENERATEACCEPTED']._serialized_end=1673
-  _globals['_GENERATEDELTA']._serialized_start=1675
-  _globals['_GENERATEDELTA']._serialized_end=1786
-  _globals['_CHOICEFINISH']._serialized_start=1788
-  _globals['_CHOICEFINISH']._serialized_end=1880
-  _globals['_GENERATECOMPLETED']._serialized_start=1882
-  _globals['_GENERATECOMPLETED']._serialized_end=1934
-  _globals['_TOKENIZEREQUEST']._serialized_start=1936
-  _globals['_TOKENIZEREQUEST']._serialized_end=2035
-  _globals['_TOKENIZERESPONSE']._serialized_start=2037
-  _globals['_TOKENIZERESPONSE']._serialized_end=2074
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2076
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2129
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2131
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2165
-  _globals['_LISTMODELSREQUEST']._serialized_start=2167
-  _globals['_LISTMODELSREQUEST']._serialized_end=2186
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2188
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2246
-  _globals['_MODELINFO']._serialized_start=2249
-  _globals['_MODELINFO']._serialized_end=2559
-  _globals['_MODELVERSIONINFO']._serialized_start=2562
-  _globals['_MODELVERSIONINFO']._serialized_end=2690
-  _globals['_INFERENCE']._serialized_start=2693
-  _globals['_INFERENCE']._serialized_end=2994
+  _globals['_GENERATEREQUEST']._serialized_end=1232
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=965
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1013
+  _globals['_ANSWERFORM']._serialized_start=1235
+  _globals['_ANSWERFORM']._serialized_end=1380
+  _globals['_TEXTCHOICES']._serialized_start=1382
+  _globals['_TEXTCHOICES']._serialized_end=1410
+  _globals['_GENERATERESPONSE']._serialized_start=1413
+  _globals['_GENERATERESPONSE']._serialized_end=1680
+  _globals['_GENERATEACCEPTED']._serialized_start=1682
+  _globals['_GENERATEACCEPTED']._serialized_end=1785
+  _globals['_GENERATEDELTA']._serialized_start=1787
+  _globals['_GENERATEDELTA']._serialized_end=1898
+  _globals['_CHOICEFINISH']._serialized_start=1900
+  _globals['_CHOICEFINISH']._serialized_end=1992
+  _globals['_GENERATECOMPLETED']._serialized_start=1994
+  _globals['_GENERATECOMPLETED']._serialized_end=2046
+  _globals['_TOKENIZEREQUEST']._serialized_start=2048
+  _globals['_TOKENIZEREQUEST']._serialized_end=2147
+  _globals['_TOKENIZERESPONSE']._serialized_start=2149
+  _globals['_TOKENIZERESPONSE']._serialized_end=2186
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2188
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2241
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2243
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2277
+  _globals['_LISTMODELSREQUEST']._serialized_start=2279
+  _globals['_LISTMODELSREQUEST']._serialized_end=2298
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2300
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2358
+  _globals['_MODELINFO']._serialized_start=2361
+  _globals['_MODELINFO']._serialized_end=2671
+  _globals['_MODELVERSIONINFO']._serialized_start=2674
+  _globals['_MODELVERSIONINFO']._serialized_end=2802
+  _globals['_INFERENCE']._serialized_start=2805
+  _globals['_INFERENCE']._serialized_end=3106
 # @@protoc_insertion_point(module_scope)

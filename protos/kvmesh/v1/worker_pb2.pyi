@@ -89,6 +89,7 @@ class WorkerGenerateRequest(_message.Message):
     HOLD_S_FIELD_NUMBER: _builtins.int
     KEEP_S_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    EMBEDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model_digest: _builtins.bytes
@@ -111,6 +112,10 @@ class WorkerGenerateRequest(_message.Message):
     keep_s: _builtins.float
     """More than 0: the attempt does not end with its caller. It goes on, and everything it has produced is kept for an
     AttachAttempt, for so many seconds after its last caller has gone. On a Serve stream only.
+    """
+    embeds: _builtins.bool
+    """Nothing is drawn (max_tokens is 1): the prompt's Embedding is told, and then Completed. INVALID_ARGUMENT where the
+    model is served without.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -154,10 +159,11 @@ class WorkerGenerateRequest(_message.Message):
         hold_s: _builtins.float = ...,
         keep_s: _builtins.float = ...,
         adapter: Global___AdapterRef | None = ...,
+        embeds: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_root", b"block_root", "expected_local_blocks", b"expected_local_blocks", "hold_s", b"hold_s", "keep_s", b"keep_s", "known", b"known", "max_tokens", b"max_tokens", "model_digest", b"model_digest", "num_choices", b"num_choices", "owner_digest", b"owner_digest", "priority", b"priority", "prompt_block_ids", b"prompt_block_ids", "prompt_token_ids", b"prompt_token_ids", "pull_plan", b"pull_plan", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_root", b"block_root", "embeds", b"embeds", "expected_local_blocks", b"expected_local_blocks", "hold_s", b"hold_s", "keep_s", b"keep_s", "known", b"known", "max_tokens", b"max_tokens", "model_digest", b"model_digest", "num_choices", b"num_choices", "owner_digest", b"owner_digest", "priority", b"priority", "prompt_block_ids", b"prompt_block_ids", "prompt_token_ids", b"prompt_token_ids", "pull_plan", b"pull_plan", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,6 +235,8 @@ class WorkerGenerateResponse(_message.Message):
     COMPLETED_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
     MOVE_WANTED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___Admitted: ...
     @_builtins.property
@@ -243,6 +251,12 @@ class WorkerGenerateResponse(_message.Message):
     def prepared(self) -> Global___Prepared: ...
     @_builtins.property
     def move_wanted(self) -> Global___MoveWanted: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """Before the first tokens, in order."""
+
+    @_builtins.property
+    def embedding(self) -> Global___Embedding: ...
     def __init__(
         self,
         *,
@@ -253,12 +267,14 @@ class WorkerGenerateResponse(_message.Message):
         completed: Global___Completed | None = ...,
         prepared: Global___Prepared | None = ...,
         move_wanted: Global___MoveWanted | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
+        embedding: Global___Embedding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "event", b"event", "finish", b"finish", "move_wanted", b"move_wanted", "prepared", b"prepared", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "embedding", b"embedding", "event", b"event", "finish", b"finish", "move_wanted", b"move_wanted", "prepared", b"prepared", "prompt_logprobs", b"prompt_logprobs", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "event", b"event", "finish", b"finish", "move_wanted", b"move_wanted", "prepared", b"prepared", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "embedding", b"embedding", "event", b"event", "finish", b"finish", "move_wanted", b"move_wanted", "prepared", b"prepared", "prompt_logprobs", b"prompt_logprobs", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "stale", "tokens", "finish", "completed", "prepared", "move_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "stale", "tokens", "finish", "completed", "prepared", "move_wanted", "prompt_logprobs", "embedding"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -312,6 +328,27 @@ class Stale(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Stale: _TypeAlias = Stale  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """The pooled hidden state of a prompt, of length one: little-endian float32."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class Prepared(_message.Message):
@@ -818,7 +855,7 @@ class WorkerIdentity(_message.Message):
     """Class of the accelerator: "cpu" or "cuda"."""
     protocol: _builtins.int
     """How much it understands of a request: 1 (or 0, untold) all fields up to keep_s; 2 SamplingParams.grammar, too; 3
-    adapter, too.
+    adapter, too; 4 SamplingParams.num_prompt_logprobs and embeds, too.
     """
     adapter_slots: _builtins.int
     """Adapters that can be resident at once, and their highest rank; 0: it serves none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, PromptLogprobs
 from kvmesh.v1.inference_pb2 import AnswerForm as AnswerFormMessage
 from kvmesh.v1.inference_pb2 import (
     ChatMessages,
@@ -28,7 +28,7 @@ from services.gateway.api.edge import Context, abort, as_gateway_error, metadata
 from services.gateway.core import Core, check_request_id
 from services.gateway.errors import InvalidRequest
 from services.gateway.grammars.formats import choice_form, grammar_form, json_form, object_form, regex_form
-from services.gateway.output import LENGTH, Accepted, Delta, Event
+from services.gateway.output import LENGTH, Accepted, Delta, Embedded, Event, PromptScores
 from services.gateway.request import AnswerForm, GenerationRequest, Sampling
 from services.gateway.session import OK, Session
 from services.gateway.text.detokenizer import decode_all
@@ -39,7 +39,7 @@ from services.gateway.text.vocabulary import Vocabulary
 _INLINE_TOKENS = 4096
 _OPTIONAL_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "num_logprobs",
+    "num_logprobs", "num_prompt_logprobs",
 )  # fmt: skip
 
 
@@ -190,7 +190,9 @@ def _message(event: Event, with_text: bool) -> GenerateResponse:
                 logprobs=event.logprobs,
             )
         )
-    assert not isinstance(event, Accepted)
+    if isinstance(event, PromptScores):
+        return GenerateResponse(prompt_logprobs=PromptLogprobs(first=event.first, logprobs=event.positions))
+    assert not isinstance(event, Accepted | Embedded)
     reason = FINISH_REASON_LENGTH if event.reason == LENGTH else FINISH_REASON_STOP
     return GenerateResponse(finish=ChoiceFinish(choice=event.index, reason=reason, stop_string=event.stop_string))
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from services.gateway.api.openai_embeddings import EMBEDDINGS, EmbeddingBody, EmbeddingFormat, embedding_request
 from services.gateway.api.openai_form import answer_form
 from services.gateway.api.openai_schema import (
     CHAT_NEUTRAL,
@@ -21,6 +22,7 @@ from services.gateway.request import MAX_LOGPROBS, AnswerForm, GenerationRequest
 from services.gateway.tools.tool_use import ToolUse, tool_form
 
 B = TypeVar("B", bound=CommonBody)
+T = TypeVar("T", bound=msgspec.Struct)
 CHAT, COMPLETIONS = "chat", "completions"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _REPLACED = {"functions": "tools", "function_call": "tool_choice"}
@@ -28,13 +30,16 @@ _PRIORITIES = {"interactive": 1, "standard": 2, "batch": 3}
 # The other tiers leave the class to the tenant's default.
 _TIERS = {"priority": "interactive", "flex": "batch"}
 _I64_MIN, _U64 = -(2**63), 2**64
-_decoders: dict[type[CommonBody], msgspec.json.Decoder[Any]] = {
-    body: msgspec.json.Decoder(body) for body in (ChatBody, CompletionBody)
+_decoders: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
+    body: msgspec.json.Decoder(body) for body in (ChatBody, CompletionBody, EmbeddingBody)
 }
 
 
 class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answer is to be written. logprobs None: none. has_calls: it may call tools."""
+    """How the answer is to be written. logprobs, prompt_logprobs None: none. has_calls: it may call tools.
+
+    echoes_logprobs: those of the prompt stand before those of the answer. embedding: of embeddings, and nothing else.
+    """
 
     endpoint: str
     stream: bool
@@ -42,18 +47,24 @@ class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None
     end_user: str
     has_calls: bool = False
+    prompt_logprobs: int | None = None
+    echoes_logprobs: bool = False
+    embedding: EmbeddingFormat | None = None
 
 
 def parse_openai(endpoint: str, body: bytes) -> tuple[GenerationRequest, ReplyFormat]:
     """The request and the format of its answer. Raises InvalidRequest."""
+    if endpoint == EMBEDDINGS:
+        return _embedding(_decoded(body, EmbeddingBody))
     if endpoint == CHAT:
         return _chat(_decode(body, ChatBody, CHAT_NEUTRAL))
     return _completion(_decode(body, CompletionBody, COMPLETION_NEUTRAL))
 
 
-def _decode(body: bytes, kind: type[B], neutral: dict[str, tuple[Any, ...]]) -> B:
+def _decoded(body: bytes, kind: type[T]) -> T:
     try:
-        parsed: B = _decoders[kind].decode(body)
+        parsed: T = _decoders[kind].decode(body)
+        return parsed
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$")
         missing = reason.partition("missing required field `")[2].rstrip("`")
@@ -65,6 +76,10 @@ def _decode(body: bytes, kind: type[B], neutral: dict[str, tuple[Any, ...]]) -> 
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
+
+
+def _decode(body: bytes, kind: type[B], neutral: dict[str, tuple[Any, ...]]) -> B:
+    parsed = _decoded(body, kind)
     for name, allowed in neutral.items():
         value = getattr(parsed, name)
         if value is not None and not any(type(value) is type(other) and value == other for other in allowed):
@@ -110,21 +125,51 @@ def _completion(body: CompletionBody) -> tuple[GenerationRequest, ReplyFormat]:
         raise UnsupportedParameter("best_of other than n is not supported", "best_of")
     if body.logprobs is not None:
         _check_logprobs("logprobs", body.logprobs)
-        if body.echo:
-            raise UnsupportedParameter("echo together with logprobs is not supported", "echo")
-    request = GenerationRequest(
-        prompts=_prompts(body.prompt),
-        echo=bool(body.echo),
-        **_common(body, body.max_tokens, body.logprobs, answer_form(body)),
+    common = _common(body, body.max_tokens, body.logprobs, answer_form(body))
+    scored = _scored(body)
+    if scored is not None:
+        common["sampling"] = msgspec.structs.replace(common["sampling"], num_prompt_logprobs=scored)
+    request = GenerationRequest(prompts=_prompts(body.prompt), echo=bool(body.echo), **common)
+    reply = msgspec.structs.replace(
+        _format(COMPLETIONS, body, body.logprobs),
+        prompt_logprobs=body.prompt_logprobs,
+        echoes_logprobs=bool(body.echo) and body.logprobs is not None,
     )
-    return request, _format(COMPLETIONS, body, body.logprobs)
+    return request, reply
+
+
+def _embedding(body: EmbeddingBody) -> tuple[GenerationRequest, ReplyFormat]:
+    request, form = embedding_request(body)
+    return request, ReplyFormat(
+        endpoint=EMBEDDINGS,
+        stream=False,
+        include_usage=False,
+        logprobs=None,
+        end_user=body.user or "",
+        embedding=form,
+    )
+
+
+def _scored(body: CompletionBody) -> int | None:
+    """Of how many tokens at each place of the prompt log probabilities are needed."""
+    wanted = {
+        "prompt_logprobs": body.prompt_logprobs,
+        "echo together with logprobs": body.logprobs if body.echo else None,
+    }
+    if body.prompt_logprobs is not None:
+        _check_logprobs("prompt_logprobs", body.prompt_logprobs)
+    for name, value in wanted.items():
+        if value is not None and body.stream:
+            raise UnsupportedParameter(f"{name} is not supported in streams", name.partition(" ")[0])
+    return max((value for value in wanted.values() if value is not None), default=None)
 
 
 def _common(body: CommonBody, max_tokens: int | None, logprobs: int | None, form: AnswerForm | None) -> dict[str, Any]:
     given = {
         name: getattr(body, name)
         for name in Sampling.__struct_fields__
-        if name not in ("logit_bias", "num_logprobs", "seed", "grammar") and getattr(body, name) is not None
+        if name not in ("logit_bias", "num_logprobs", "num_prompt_logprobs", "seed", "grammar")
+        and getattr(body, name) is not None
     }
     sampling = Sampling(**given, seed=_seed(body.seed), logit_bias=_logit_bias(body.logit_bias), num_logprobs=logprobs)
     stop = body.stop if isinstance(body.stop, list) else [] if body.stop is None else [body.stop]

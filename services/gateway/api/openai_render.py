@@ -14,8 +14,9 @@ from kvmesh.v1.common_pb2 import PositionLogprobs, Usage
 from services.gateway.api.openai_calls import ChoiceCalls, message_fields
 from services.gateway.api.openai_logprobs import chat_logprobs, completion_logprobs
 from services.gateway.api.openai_parse import CHAT, ReplyFormat
+from services.gateway.api.openai_prompt_logprobs import PromptLogprobs
 from services.gateway.errors import GatewayError, openai_body
-from services.gateway.output import Delta, Finish
+from services.gateway.output import Delta, Finish, PromptScores
 from services.gateway.request import Plan
 from services.gateway.text.vocabulary import Vocabulary
 
@@ -55,6 +56,9 @@ class Reply:
         self.echoes = [prompt.echo for prompt in plan.prompts for _ in range(plan.num_choices)]
         self._vocabulary = vocabulary
         self._offsets = [0] * len(self.echoes)
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if reply.prompt_logprobs is not None or reply.echoes_logprobs:
+            self.prompt_logprobs = PromptLogprobs(plan, vocabulary)
         self.calls: list[ChoiceCalls] | None = None
         if reply.has_calls:
             self.calls = [ChoiceCalls(request_id, choice) for choice in range(len(self.echoes))]
@@ -177,6 +181,16 @@ class WholeRenderer:
             if values is not None:
                 self._logprobs[delta.index].setdefault(name, []).extend(values)
 
+    def prompt_scores(self, scores: PromptScores) -> None:
+        """Take log probabilities of a prompt."""
+        if self._reply.prompt_logprobs is not None:
+            self._reply.prompt_logprobs.push(scores)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether `body` takes long."""
+        return self._reply.prompt_logprobs is not None
+
     def finish(self, finish: Finish) -> None:
         """Take a choice's end."""
         self._reasons[finish.index] = finish.reason
@@ -194,7 +208,10 @@ class WholeRenderer:
         text = "".join(self._texts[index])
         choice: dict[str, Any] = {"index": index, "finish_reason": self._reasons[index], "logprobs": None}
         if self._reply.format.logprobs is not None:
-            choice["logprobs"] = self._logprobs[index] or self._reply.logprobs(Delta(index, "", ()))
+            own = self._logprobs[index] or self._reply.logprobs(Delta(index, "", ())) or {}
+            choice["logprobs"] = self._with_echo(index, own)
+        if self._reply.prompt_logprobs is not None and self._reply.format.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._reply.prompt_logprobs.by_token(index, self._reply.format.prompt_logprobs)
         if self._reply.calls is not None:
             choice["message"] = {"role": "assistant", "refusal": None, **message_fields(self._changes[index])}
         elif self._reply.is_chat:
@@ -202,3 +219,12 @@ class WholeRenderer:
         else:
             choice["text"] = text
         return choice
+
+    def _with_echo(self, index: int, own: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """The arrays of a choice after those of its prompt, where that is echoed."""
+        prompts = self._reply.prompt_logprobs
+        if prompts is None or not self._reply.format.echoes_logprobs:
+            return own
+        arrays, offset = prompts.before_echo(index, self._reply.format.logprobs or 0)
+        shifted = {**own, "text_offset": [start + offset for start in own["text_offset"]]}
+        return {name: values + shifted[name] for name, values in arrays.items()}

@@ -179,6 +179,7 @@ class ChatBody(CommonBody, kw_only=True):
     audio: Any = None
     modalities: Any = None
     prediction: Any = None
+    prompt_logprobs: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
@@ -191,6 +192,7 @@ class CompletionBody(CommonBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     best_of: int | None = None
     # Known and not implemented.
     suffix: Any = None
@@ -211,6 +213,7 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
+    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),

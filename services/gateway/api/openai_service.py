@@ -14,13 +14,14 @@ from kvmesh.v1.openai_pb2_grpc import OpenAIServicer
 
 from services.gateway.api.edge import Context, abort, as_gateway_error, metadata_of, on_end, send_headers
 from services.gateway.api.event_outlet import EventOutlet
+from services.gateway.api.openai_embeddings import EMBEDDINGS
 from services.gateway.api.openai_parse import CHAT, COMPLETIONS
 from services.gateway.api.openai_render import JSON, StreamRenderer, encode, error_event
-from services.gateway.api.openai_whole import reply_of, whole_answer
+from services.gateway.api.openai_whole import reply_of, whole_answer, whole_embeddings
 from services.gateway.beginning import Begun
 from services.gateway.core import Core
 from services.gateway.errors import GatewayError, ModelUnavailable
-from services.gateway.output import Accepted, Delta, Event
+from services.gateway.output import Accepted, Delta, Event, Finish
 from services.gateway.request import Sampling
 from services.gateway.session import OK, Session
 
@@ -41,6 +42,24 @@ class OpenAIService(OpenAIServicer):
         """POST /v1/completions."""
         async for message in self._complete(COMPLETIONS, request, context):
             yield message
+
+    async def Embeddings(self, request: HttpBody, context: Context) -> AsyncIterator[HttpBody]:
+        """POST /v1/embeddings."""
+        session: Session | None = None
+        try:
+            session = self._core.open(EMBEDDINGS, metadata_of(context), context.time_remaining())
+            on_end(context, session)
+            begun = await self._core.beginner.begin_openai(session, EMBEDDINGS, request.data)
+            # Headers leave when it is sure that there will be a reply.
+            data, accepted = await whole_embeddings(session, begun)
+            await send_headers(context, session, accepted.worker_id, accepted.cached_tokens)
+            yield HttpBody(content_type=JSON, data=data)
+            session.close(OK)
+        except Exception as error:
+            known = as_gateway_error(error)
+            if session is not None:
+                session.fail(known)
+            await abort(context, known, session)
 
     async def ListModels(self, request: Empty, context: Context) -> HttpBody:
         """GET /v1/models."""
@@ -134,7 +153,7 @@ def _render(events: list[Event], renderer: StreamRenderer) -> bytes:
     parts = [
         renderer.delta(event) if isinstance(event, Delta) else renderer.finish(event)
         for event in events
-        if not isinstance(event, Accepted)
+        if isinstance(event, Delta | Finish)
     ]
     return b"".join(parts)
 

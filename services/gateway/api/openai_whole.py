@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.gateway.api.openai_render import Reply, WholeRenderer
+from services.gateway.api.openai_embeddings import embedding_reply
+from services.gateway.api.openai_render import Reply, WholeRenderer, encode
 from services.gateway.beginning import Begun
 from services.gateway.catalog import ModelCatalog
-from services.gateway.output import Accepted, Delta
+from services.gateway.output import Accepted, Delta, Embedded, Finish, PromptScores
 from services.gateway.session import Session
 
 
@@ -29,10 +31,30 @@ async def whole_answer(
             if isinstance(event, Delta):
                 session.output_seen()
                 renderer.delta(event)
-            elif not isinstance(event, Accepted):
+            elif isinstance(event, PromptScores):
+                renderer.prompt_scores(event)
+            elif isinstance(event, Finish):
                 renderer.finish(event)
-            elif on_accepted is not None:
+            elif isinstance(event, Accepted) and on_accepted is not None:
                 notify, on_accepted = on_accepted, None
                 await notify(event)
         events = await generation.read()
-    return renderer.body(generation.usage())
+    if not renderer.is_long:
+        return renderer.body(generation.usage())
+    # So that the streams of others go on.
+    return await asyncio.to_thread(renderer.body, generation.usage())
+
+
+async def whole_embeddings(session: Session, begun: Begun) -> tuple[bytes, Accepted]:
+    """Read to the end; the JSON object, and what was told first. Raises GatewayError."""
+    generation, events = begun.generation, begun.events
+    accepted = events[0]
+    assert isinstance(accepted, Accepted)
+    assert begun.reply is not None
+    assert begun.reply.embedding is not None
+    vectors: list[Embedded] = []
+    while events:
+        vectors += [event for event in events if isinstance(event, Embedded)]
+        events = await generation.read()
+    session.output_seen()
+    return encode(embedding_reply(begun.plan, begun.reply.embedding, vectors, generation.usage())), accepted

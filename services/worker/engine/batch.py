@@ -22,7 +22,7 @@ class StepBuilder:
         self._tables = np.empty((0, 0), dtype=np.int32)
 
     def build(self, chunks: Sequence[Chunk]) -> StepInput:
-        """One sequence for each chunk; logits of as many last tokens of each as it draws."""
+        """One sequence for each chunk; logits of as many last tokens of each as it draws, then of those it scores."""
         lengths = [chunk.length for chunk in chunks]
         starts = np.array(list(accumulate(lengths, initial=0)), dtype=np.int32)
         ends = np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int32)
@@ -46,6 +46,7 @@ class StepBuilder:
             for chunk, end in zip(chunks, starts[1:].tolist(), strict=True)
             for row in range(end - chunk.num_draws, end)
         ]
+        rows += [first + row for chunk, first in zip(chunks, starts.tolist(), strict=False) for row in chunk.read_rows]
         logit_rows = np.array(rows, dtype=np.int32)
         return StepInput(
             tokens[: starts[-1]],

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from services.worker.admission import Pooling
 from services.worker.model.layout import ComputeDtype, KvDtype, WeightDtype
 
 
@@ -43,6 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     target_step_s: float
     max_running: int
     speculation_tokens: int
+    pooling: Pooling
     max_queue_s: float
     prefix_cache: bool
     max_pull_s: float

@@ -18,7 +18,8 @@ import structlog
 from services.worker.block_transfers import BlockTransfers, SharedTransfers
 from services.worker.chunk import Chunk
 from services.worker.core import EngineCore
-from services.worker.draws import DrawRow, Draws
+from services.worker.drawing import read_rows
+from services.worker.draws import DrawRow, Draws, ReadRow
 from services.worker.engine.batch import StepBuilder
 from services.worker.engine_messages import EngineLoad
 from services.worker.ipc import Link, wait_links
@@ -42,8 +43,10 @@ class StepRunner(Protocol):
     def submit(self, step: StepInput) -> None:
         """Start a step. Raises ValueError when its arrays disagree."""
 
-    def draw(self, rows: Sequence[DrawRow]) -> Draws:
-        """Wait for the step, and draw a token for each of its logit_rows, of which `rows` says how."""
+    def draw(self, rows: Sequence[DrawRow], reads: Sequence[ReadRow] = ()) -> Draws:
+        """Wait for the step; draw a token for each of its first logit_rows, of which `rows` says how, and give what
+        `reads` wants of the rest.
+        """
 
 
 class EngineLoop:
@@ -131,7 +134,7 @@ class EngineLoop:
     def _finish(self, chunks: list[Chunk], started_s: float) -> None:
         """Wait for the step in flight, draw and commit."""
         try:
-            draws = self._runner.draw(self._core.draw_rows(chunks))
+            draws = self._runner.draw(self._core.draw_rows(chunks), read_rows(chunks))
         except Exception as error:
             self._fail(chunks, error)
             return

@@ -14,6 +14,7 @@ import structlog
 import torch
 
 from kernels.batch import BLOCK_TOKENS, PagedBatch
+from services.worker.chunk import MOST_ROWS_READ
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.load_progress import ProgressTeller
 from services.worker.engine.open import DEFAULT_STAGING_BYTES, OpenReplica, map_staging
@@ -143,7 +144,7 @@ def _spec(loaded: _Loaded, config: EngineConfig, memory: MemoryMap) -> RunnerSpe
 
 
 def _measure_step(loaded: _Loaded, config: EngineConfig, memory: DeviceMemory) -> int:
-    """What the largest step takes beside weights and pool: one prompt of so many tokens, max_running rows of logits."""
+    """What the largest step takes beside weights and pool: one prompt of so many tokens, all rows of logits."""
     tokens = min(config.step_token_budget, loaded.max_context)
     positions = np.arange(tokens, dtype=np.int32)
     batch = PagedBatch(
@@ -152,7 +153,7 @@ def _measure_step(loaded: _Loaded, config: EngineConfig, memory: DeviceMemory) -
         query_starts=np.array([0, tokens], dtype=np.int32),
         context_lens=np.array([tokens], dtype=np.int32),
         block_tables=np.arange(-(-tokens // BLOCK_TOKENS), dtype=np.int32)[None],
-        logit_rows=positions[-config.max_running :],
+        logit_rows=positions[-(config.max_running * (1 + config.speculation_tokens) + MOST_ROWS_READ) :],
     )
     before = memory.allocated()
     memory.begin_peak()

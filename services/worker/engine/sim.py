@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -177,6 +178,8 @@ async def start_simulation(
         num_blocks=num_blocks,
         block_bytes=layout.block_bytes,
     )
+    # What it draws has probability one, and nothing else has any.
+    limits = replace(limits, scheduler=replace(limits.scheduler, scores_prompts=False))
     rates = Rates(times.prefill_tokens_per_s, times.step_s(0, 1))
     core = EngineCore(limits, num_blocks, block_key, rates, LinkRates(layout.block_bytes, settings.pull_half_life_s))
     front_end, engine_end = socket.socketpair()

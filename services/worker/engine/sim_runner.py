@@ -15,7 +15,7 @@ import numpy as np
 from opentelemetry import metrics
 
 from services.common.time_model import TimeModel
-from services.worker.draws import DrawRow, Draws
+from services.worker.draws import DrawRow, Draws, ReadRow
 from services.worker.messages import PositionLogprob
 from services.worker.model.step import StepInput
 
@@ -75,8 +75,9 @@ class SimRunner:
         step_s = self._time_model.step_s(int(lengths[~decodes].sum()), int(lengths[decodes].sum()), int(contexts.sum()))
         self._device.start(self._clock(), step_s)
 
-    def draw(self, rows: Sequence[DrawRow]) -> Draws:
-        """Sleep until the step ends, then one word a row."""
+    def draw(self, rows: Sequence[DrawRow], reads: Sequence[ReadRow] = ()) -> Draws:
+        """Sleep until the step ends, then one word a row. There is nothing to read."""
+        assert not reads, "a simulated engine admits no request that reads rows"
         wait_s = self._device.wait_s(self._clock())
         if wait_s:
             self._sleep(wait_s)

@@ -29,5 +29,8 @@ class Decoder(Protocol):
     def adapters(self) -> AdapterTable:
         """Low-rank adapters that sequences of a batch may have."""
 
+    def hidden(self) -> torch.Tensor:
+        """Of the last pass: float32 [L, hidden size], the normalised states from which its logits were made."""
+
     def forward(self, batch: PagedBatch, num_threads: int) -> torch.Tensor:
         """Write the KV of the batch's tokens to the pool; float32 logits [L, vocab_size] of its logit_rows."""

@@ -82,6 +82,7 @@ class NativeDecoder:
         )
         self._embedding_bytes = weights.embedding.numel() * weights.embedding.element_size()
         self._scratch: dict[str, torch.Tensor] = {}
+        self._num_logits = 0
 
     def forward(self, batch: PagedBatch, num_threads: int) -> torch.Tensor:
         """See Decoder."""
@@ -93,7 +94,14 @@ class NativeDecoder:
         if self.part_seconds is not None:
             scratch.seconds = cast(self.part_seconds.data_ptr(), POINTER(c_double))
         library.forward(self._model, batch, self.pool, scratch, num_threads=num_threads)
+        self._num_logits = len(logits)
         return logits
+
+    def hidden(self) -> torch.Tensor:
+        """See Decoder."""
+        # The pass ends with the head's product, which has read them from there.
+        size = self._config.hidden_size
+        return self._scratch["normed"][: self._num_logits * size].view(self._num_logits, size).float()
 
     def time_parts(self) -> torch.Tensor:
         """From now on, add up where time goes: float64 [3] seconds in linear layers, attention and the rest."""

@@ -69,6 +69,10 @@ class CpuRunner:
         step, self._in_flight = self._in_flight, None
         return step.result()
 
+    def hidden(self) -> torch.Tensor:
+        """Of the step that was collected last: float32 [L, hidden size], a fresh tensor."""
+        return self.decoder.hidden()
+
     def close(self) -> None:
         """Wait for the step in flight, if any, and end the thread."""
         self._thread.shutdown()

@@ -48,3 +48,6 @@ class Runner(Protocol):
 
     def collect(self) -> torch.Tensor:
         """Wait for the submitted step; float32 logits [L, vocab_size], one row for each of logit_rows."""
+
+    def hidden(self) -> torch.Tensor:
+        """Of the step that was collected last: float32 [L, hidden size], what its logits were made from."""

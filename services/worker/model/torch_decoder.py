@@ -38,6 +38,7 @@ class TorchDecoder:
         ropes = [config.layer_rope(index) for index in range(config.num_layers)]
         tables = {rope: rotary_tables(rope, num_positions) for rope in set(ropes)}
         self._rotary = [tables[rope] for rope in ropes]
+        self._hidden = torch.empty(0)
 
     @torch.inference_mode()
     def forward(self, batch: PagedBatch, num_threads: int) -> torch.Tensor:
@@ -49,9 +50,14 @@ class TorchDecoder:
             x = x + self._post_norm(self._attention(x, index, layer, batch), layer.attention_post_norm)
             x = x + self._post_norm(self._mlp(x, index, layer, batch), layer.mlp_post_norm)
         rows = x[torch.from_numpy(batch.logit_rows).long()]
-        logits = linear(self._norm(rows, self._weights.final_norm), self._weights.head)
+        self._hidden = self._norm(rows, self._weights.final_norm)
+        logits = linear(self._hidden, self._weights.head)
         cap = self._config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def hidden(self) -> torch.Tensor:
+        """See Decoder."""
+        return self._hidden.float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight, eps=self._config.rms_norm_eps, dtype=self.pool.dtype)

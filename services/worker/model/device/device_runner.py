@@ -86,3 +86,7 @@ class DeviceRunner:
         step, self._in_flight = self._in_flight, None
         step.copied.wait()
         return step.logits
+
+    def hidden(self) -> torch.Tensor:
+        """Raises RuntimeError: settings that would ask for it are refused on a device."""
+        raise RuntimeError("hidden states stay on the device")
