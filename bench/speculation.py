@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -82,13 +83,12 @@ def main() -> int:
     torch.set_grad_enabled(False)
     torch.set_num_threads(os.cpu_count() or 1)
     text = load_text_model(resolve_model(DEFAULT_MODEL))
+    rows: list[Row] = []
     with exact_runner() as runner:
-        rows = [
-            measured(runner, text, workload, sampling, streams, arguments)
-            for workload in arguments.workloads
-            for sampling in _SAMPLINGS
-            for streams in arguments.streams
-        ]
+        for workload, sampling, streams in product(arguments.workloads, _SAMPLINGS, arguments.streams):
+            rows.append(measured(runner, text, workload, sampling, streams, arguments))
+            # A machine that turns out to be busy need not be waited for.
+            print(rows[-1], file=sys.stderr)
     Console(width=130).print(_table(rows))
     if arguments.write:
         _RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode([asdict(row) for row in rows]), indent=1) + b"\n")

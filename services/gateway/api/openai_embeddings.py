@@ -60,7 +60,7 @@ def embedding_reply(plan: Plan, form: EmbeddingFormat, vectors: list[Embedded], 
         for one in sorted(vectors, key=lambda one: one.prompt)
     ]
     tokens = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
-    return {"object": "list", "data": data, "model": plan.model, "usage": tokens}
+    return {"object": "list", "data": data, "model": plan.name or plan.model, "usage": tokens}
 
 
 def _inputs(given: str | list[Any]) -> list[str | list[int]]:
