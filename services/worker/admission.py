@@ -21,9 +21,9 @@ Pooling = Literal["none", "mean", "last"]
 class SchedulerLimits:
     """Bounds of the scheduler.
 
-    max_queue_s: prefill time that may wait beyond what can run at once. speculation_tokens: most tokens
-    drafted of a sequence in one step. scores_prompts: whether it has log probabilities of prompts.
-    pooling: how the hidden states of a prompt become its embedding.
+    max_queue_s: prefill time that may wait beyond what can run at once. speculation_tokens: most tokens drafted of a
+    sequence in one step; speculation_rows: most rows of a step with drafts. scores_prompts: whether it has log
+    probabilities of prompts. pooling: how the hidden states of a prompt become its embedding.
     """
 
     max_context: int
@@ -34,6 +34,7 @@ class SchedulerLimits:
     scores_prompts: bool = True
     pooling: Pooling = "none"
     speculation_tokens: int = 0
+    speculation_rows: int = 9
 
 
 def check_request(request: Request, limits: SchedulerLimits, num_blocks: int) -> None:

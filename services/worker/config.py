@@ -115,6 +115,12 @@ class WorkerSettings(ServiceSettings):
         "off", description="ngram: draft tokens by looking where the latest ones stood before."
     )
     speculation_tokens: int = Field(8, ge=1, le=64, description="Most tokens drafted of a sequence in one step.")
+    speculation_rows: int = Field(
+        9,
+        ge=2,
+        le=4096,
+        description="Most rows of a step with drafts: decoding sequences and drafted tokens.",
+    )
     pooling: Literal["none", "mean", "last"] = Field(
         "none", description="Serve embeddings: the mean of a prompt's hidden states, or the last one; on cpu."
     )

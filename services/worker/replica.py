@@ -221,6 +221,7 @@ def engine_config(
         target_step_s=settings.target_step_s,
         max_running=settings.max_running,
         speculation_tokens=settings.drafted_tokens,
+        speculation_rows=settings.speculation_rows,
         pooling=settings.pooling,
         max_queue_s=settings.max_queue_s,
         prefix_cache=settings.prefix_cache,

@@ -49,7 +49,7 @@ class Scheduler:
         self._limits = limits
         self._pool = pool
         self._registration = Registration(pool, block_key)
-        self.speculation = Speculation(pool, limits.speculation_tokens)
+        self.speculation = Speculation(pool, limits.speculation_tokens, limits.speculation_rows)
         # Both in (priority, arrival) order.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []

@@ -5,9 +5,9 @@ known tokens in the sequence's array, is computed with them, and a token is draw
 far as the draft agrees with it, and one token further. So no output changes, only the number of steps; the KV of
 guesses that did not hold is overwritten, and nothing is registered or told of them.
 
-Only steps that compute no prompt draft: rows beside a decode are almost free while reading the weights takes the time,
-and beside a prompt they would delay it. There is no draft where a grammar holds, none that blocks would be taken
-from others for, and none longer than the answer may become.
+Only steps that compute no prompt draft, and only so many rows: rows beside a decode are almost free while reading the
+weights takes the time; beyond, and beside a prompt, they cost what they would elsewhere. There is no draft where a
+grammar holds, none that blocks would be taken from others for, and none longer than the answer may become.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _LEAST_ROW_SHARE = 0.01
 class Speculation:
     """drafted, accepted: tokens so far, of all sequences."""
 
-    def __init__(self, pool: BlockPool, max_tokens: int) -> None:
-        """max_tokens: most guesses of one sequence in a step."""
+    def __init__(self, pool: BlockPool, max_tokens: int, max_rows: int) -> None:
+        """max_tokens: most guesses of one sequence in a step. max_rows: most rows of a step, with its guesses."""
         self.drafted = 0
         self.accepted = 0
         self._pool = pool
         self._max_tokens = max_tokens
+        self._max_rows = max_rows
 
     def extend(self, chunks: Items[Chunk], budget: int, costs: StepCosts, num_running: int) -> list[Chunk]:
         """The chunks with drafts where these are worth it. budget: tokens that may be added.
@@ -47,10 +48,14 @@ class Speculation:
         computes_prompts = not all(chunk.draws and chunk.length == 1 for chunk in chunks)
         if not self._max_tokens or not chunks or computes_prompts:
             return list(chunks)
+        budget = min(budget, self._max_rows - len(chunks))
+        if budget <= 0:
+            return list(chunks)
         least_chance = _least_chance(chunks, costs)
         extended: list[Chunk] = []
-        for chunk in chunks:
-            drafted = self._draft(chunk.sequence, min(budget, self._max_tokens), least_chance, num_running)
+        for left, chunk in zip(range(len(chunks), 0, -1), chunks, strict=True):
+            share = min(self._max_tokens, -(-budget // left))
+            drafted = self._draft(chunk.sequence, share, least_chance, num_running)
             budget -= drafted
             extended.append(replace(chunk, length=1 + drafted, drafted=drafted) if drafted else chunk)
         return extended

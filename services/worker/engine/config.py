@@ -44,6 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     target_step_s: float
     max_running: int
     speculation_tokens: int
+    speculation_rows: int
     pooling: Pooling
     max_queue_s: float
     prefix_cache: bool

@@ -21,6 +21,7 @@ def core_limits(
         max_queue_s=config.max_queue_s,
         prefix_cache=config.prefix_cache,
         speculation_tokens=config.speculation_tokens,
+        speculation_rows=config.speculation_rows,
         pooling=config.pooling,
     )
     transfers = TransferLimits(

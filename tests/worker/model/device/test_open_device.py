@@ -51,6 +51,7 @@ def engine_config(folder: Path, pool_fd: int, **changes: object) -> EngineConfig
         "target_step_s": 0.2,
         "max_running": 2,
         "speculation_tokens": 0,
+        "speculation_rows": 9,
         "pooling": "none",
         "max_queue_s": 0.2,
         "prefix_cache": True,
