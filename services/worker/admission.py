@@ -34,7 +34,7 @@ class SchedulerLimits:
     scores_prompts: bool = True
     pooling: Pooling = "none"
     speculation_tokens: int = 0
-    speculation_rows: int = 9
+    speculation_rows: int = 8
 
 
 def check_request(request: Request, limits: SchedulerLimits, num_blocks: int) -> None:

@@ -114,9 +114,9 @@ class WorkerSettings(ServiceSettings):
     speculation: Literal["ngram", "off"] = Field(
         "off", description="ngram: draft tokens by looking where the latest ones stood before."
     )
-    speculation_tokens: int = Field(8, ge=1, le=64, description="Most tokens drafted of a sequence in one step.")
+    speculation_tokens: int = Field(7, ge=1, le=64, description="Most tokens drafted of a sequence in one step.")
     speculation_rows: int = Field(
-        9,
+        8,
         ge=2,
         le=4096,
         description="Most rows of a step with drafts: decoding sequences and drafted tokens.",

@@ -67,6 +67,7 @@ def make_core(
             max_queue_s=max_queue_s,
             prefix_cache=cache,
             speculation_tokens=speculation_tokens,
+            speculation_rows=64,
         ),
         TransferLimits(max_push_blocks=6, max_served_blocks=6, push_policy=push_policy),
         step_token_budget=budget,

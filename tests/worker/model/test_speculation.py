@@ -41,7 +41,9 @@ def made() -> list[Submit]:
 
 
 def core(runner: CpuRunner, tokens: int, **changes: int) -> EngineCore:
-    limits = SchedulerLimits(SERVED_CONTEXT, runner.spec.vocab_size, max_queue_s=1e9, speculation_tokens=tokens)
+    limits = SchedulerLimits(
+        SERVED_CONTEXT, runner.spec.vocab_size, max_queue_s=1e9, speculation_tokens=tokens, speculation_rows=64
+    )
     return EngineCore(
         CoreLimits(replace(limits, **changes)),
         NUM_BLOCKS,
