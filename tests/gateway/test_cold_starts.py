@@ -64,11 +64,12 @@ async def test_requests_wait_for_the_load_are_told_the_forecast_and_routers_hear
     async with cold_mesh(text_model, load_start_s=7.0, load_bytes_per_s=1e15) as mesh:
         assert (await listed(mesh))[MODEL]["state"] == "unloaded"
         call = mesh.openai.Completions(HttpBody(data=json.dumps({**BODY, "stream": True}).encode()))
+        await wanted(mesh, 1)
         others = [asyncio.create_task(mesh.complete()) for _ in range(2)]
         await wanted(mesh, 3)
         shown = (await listed(mesh))[MODEL]
         assert shown["state"] == "loading"
-        assert 0 < shown["cold_start_s"] <= 7.0
+        assert shown["cold_start_s"] > 0
         assert not mesh.router.asks
         mesh.router.set_models(served_model())
         headers = dict(await call.initial_metadata())
@@ -84,16 +85,18 @@ async def test_requests_wait_for_the_load_are_told_the_forecast_and_routers_hear
 
 
 async def test_beyond_the_bound_and_the_deadline_the_forecast_is_the_time_to_come_back(text_model: TextModel) -> None:
-    async with cold_mesh(text_model, max_cold_requests=1, load_start_s=20.0, load_bytes_per_s=1e15) as mesh:
-        code, error, trailing = await mesh.error("Completions", BODY, timeout=10)
-        assert (code, error["code"], trailing["retry-after"]) == (grpc.StatusCode.UNAVAILABLE, "model_loading", "20")
+    long: dict[str, Any] = {"max_cold_wait_s": 5000.0, "default_deadline_s": 5000.0, "load_start_s": 1000.0}
+    async with cold_mesh(text_model, max_cold_requests=1, load_bytes_per_s=1e15, **long) as mesh:
+        code, error, trailing = await mesh.error("Completions", BODY, timeout=100)
+        assert (code, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "model_loading")
+        assert trailing["retry-after"] in ("1000", "1001")
         # It is loaded all the same: whoever comes back finds it.
         await wanted(mesh, 1)
         waits = asyncio.create_task(mesh.complete())
         await eventually(lambda: mesh.gateway.core.cold.num_waiting == 1)
         code, error, trailing = await mesh.error("Completions", BODY)
         assert (code, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "model_loading")
-        assert 1 <= int(trailing["retry-after"]) <= 20
+        assert 1 <= int(trailing["retry-after"]) <= 1001
         code, error, _ = await mesh.error("Completions", {**BODY, "model": "nobody"})
         assert (code, error["code"]) == (grpc.StatusCode.NOT_FOUND, "model_not_found")
         mesh.router.set_models(served_model())

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.keys import KeySpace
-from services.common.redis_client import connect_redis
+from services.common.redis_client import REDIS_ERRORS, connect_redis
 from services.common.settings import ConfigurationError
 from services.common.usage import Usage, UsageKey, usages_of
 from services.gateway.usage import ledger as ledger_module
@@ -183,7 +183,7 @@ async def counted(url: str) -> dict[tuple[str, str], Usage]:
 async def is_counted(url: str, expected: dict[tuple[str, str], Usage]) -> bool:
     try:
         return await counted(url) == expected
-    except OSError:
+    except REDIS_ERRORS:
         return False
 
 

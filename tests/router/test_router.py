@@ -45,7 +45,8 @@ class RouterProcess:
         self.metadata = call_metadata(SECRET)
 
     async def describe(self) -> router_pb2.DescribeResponse:
-        return await self.stub.Describe(router_pb2.DescribeRequest(), metadata=self.metadata, timeout=30)
+        request = router_pb2.DescribeRequest()
+        return await self.stub.Describe(request, metadata=self.metadata, timeout=60, wait_for_ready=True)
 
     def route(self) -> GatewayStream:
         return GatewayStream(self.stub.Route(metadata=self.metadata))

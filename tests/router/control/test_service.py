@@ -179,8 +179,8 @@ async def test_a_decision_is_explained(tmp_path: Path, valkey: Valkey) -> None:
 
 async def test_aliases_reach_gateways_survive_redis_and_stand_for_models_alone(tmp_path: Path, valkey: Valkey) -> None:
     async with operators(tmp_path, valkey, 2, "w1") as (one, two):
-        await one.call("SetAlias", pb.SetAliasRequest(name="best", model="m"))
-        await two.call("SetAlias", pb.SetAliasRequest(name="", model="later"))
+        await eventually_async(lambda: _answers(one, pb.SetAliasRequest(name="best", model="m")))
+        await eventually_async(lambda: _answers(two, pb.SetAliasRequest(name="", model="later")))
         code, _ = await one.refused("SetAlias", pb.SetAliasRequest(name="m", model="other"))
         assert code == grpc.StatusCode.FAILED_PRECONDITION
         for name, model in (("better", "best"), ("later", "m"), ("loop", "loop")):
@@ -204,8 +204,14 @@ async def test_aliases_reach_gateways_survive_redis_and_stand_for_models_alone(t
         for operator in (one, two):
             await eventually_async(lambda operator=operator: told(operator, {"": "later"}))
         assert [alias.model for alias in (await two.call("ListAliases", pb.ListAliasesRequest())).aliases] == ["later"]
-        (pool,) = (await two.call("ListPools", pb.ListPoolsRequest())).pools
-        assert (pool.model, pool.role, pool.replicas, pool.desired_replicas) == ("m", "both", 1, 1)
+
+        async def has_pool() -> bool:
+            pools = (await two.call("ListPools", pb.ListPoolsRequest())).pools
+            return [(pool.model, pool.role, pool.replicas, pool.desired_replicas) for pool in pools] == [
+                ("m", "both", 1, 1)
+            ]
+
+        await eventually_async(has_pool)
 
 
 async def _answers(operator: Operator, request: pb.SetAliasRequest) -> bool:
