@@ -26,7 +26,7 @@ help:
 	@echo "make test      run every test; they start their own servers (TEST_FLAGS=\"tests/envoy -x\")"
 	@echo "make lint      ruff, formatting, strict types"
 	@echo "make compose-up, compose-down   the same with Docker, one container for each service"
-	@echo "make bench-X   run bench/X.py against what it needs: serving, overhead, gateway, router, kv, kv_soak, kv_restart, kv_ttft, policies, overload, load_model, families, structured, weight_formats, gpu, engine_peers, engine_threads, engine_loop, determinism (ARGS=\"--help\")"
+	@echo "make bench-X   run bench/X.py against what it needs: serving, overhead, gateway, router, kv, kv_soak, kv_restart, kv_ttft, policies, overload, batch, load_model, families, structured, weight_formats, gpu, engine_peers, engine_threads, engine_loop, determinism (ARGS=\"--help\")"
 
 install: $(INSTALLED) $(KERNELS)
 

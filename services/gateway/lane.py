@@ -50,9 +50,13 @@ class Lane:
     def block(self, asked_as: RequestClass, room_in_s: float, retry: Callable[[], None]) -> None:
         """No worker had room for a class: it waits until `retry` is called, after a pause that doubles each time.
 
-        room_in_s: a forecast that shortens the pause, 0 for none.
+        A more urgent one does not wait for as long as those before it have come to. room_in_s: a forecast that shortens
+        the pause, 0 for none.
         """
         self.max_asking = 1
+        if asked_as < self.blocked_from and self.timer is not None:
+            self.timer.cancel()
+            self.timer, self.pause_s = None, _FIRST_RETRY_S
         self.blocked_from = min(self.blocked_from, asked_as)
         if self.timer is None:
             pause_s = max(_LEAST_RETRY_S, min(room_in_s or self.pause_s, self.pause_s))

@@ -14,7 +14,7 @@ import pytest
 from tests.support.mesh import MODEL, Mesh, scrape, total, wait_for
 from tests.support.sim_mesh import running_sim_mesh
 
-LINES, TOKENS = 60, 60
+LINES, TOKENS = 60, 40
 WITHIN_S = 150.0
 # A batch may be over before its gateway is seen to run it and is killed: of so many one is not.
 BATCHES = 4

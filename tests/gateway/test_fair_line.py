@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.fair_queue import RequestClass, StarvationBound
+from services.common.fair_queue import FairQueue, RequestClass, StarvationBound
 from services.gateway.errors import ObjectiveUnmet, Overloaded, TenantLimitExceeded
 from services.gateway.fair_line import FairLine
-from services.gateway.lane import MAX_ASKS
+from services.gateway.lane import MAX_ASKS, Lane
 from services.gateway.tickets import LineLimits, Ticket, TicketState, Wanted
 from tests.support.waiting import eventually
 
@@ -106,6 +106,25 @@ async def test_a_class_that_is_full_does_not_hold_up_a_more_urgent_one() -> None
     assert batch.state is TicketState.WAITING
 
 
+async def test_a_more_urgent_class_does_not_wait_for_as_long_as_others_have_come_to() -> None:
+    fired: list[bool] = []
+    lane = Lane(FairQueue(lambda tenant: 1.0, StarvationBound()))
+    for _ in range(8):
+        lane.block(BATCH, 0.0, lambda: fired.append(True))
+        lane.unblock()
+    lane.block(BATCH, 0.0, lambda: fired.append(True))
+    of_batch, pause_s = lane.timer, lane.pause_s
+    assert of_batch is not None
+    lane.block(INTERACTIVE, 0.0, lambda: fired.append(True))
+    assert lane.timer is not None
+    assert of_batch.cancelled()
+    assert lane.pause_s < pause_s
+    of_all = lane.timer
+    lane.block(BATCH, 0.0, lambda: fired.append(True))
+    assert (lane.timer, lane.blocked_from) == (of_all, INTERACTIVE)
+    await eventually(lambda: fired == [True])
+
+
 async def test_models_do_not_wait_for_each_other() -> None:
     lines = Lines()
     lines.block()
@@ -131,6 +150,10 @@ async def test_a_worker_that_turns_out_full_is_asked_around_twice_and_then_waite
 async def test_a_full_line_sheds_the_least_urgent_and_says_when_to_come_back() -> None:
     lines = Lines(max_waiting=3)
     lines.block()
+    # On a busy machine it would fire in the middle of this.
+    timer = lines.line._lanes["m"].timer
+    assert timer is not None
+    timer.cancel()
     batches = [lines.join(tenant, BATCH) for tenant in ("a", "b")]
     waits = [asyncio.create_task(asked(lines.line, ticket)) for ticket in batches]
     urgent = lines.join("c", INTERACTIVE)

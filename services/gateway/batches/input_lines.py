@@ -58,7 +58,9 @@ def check_lines(path: Path, endpoint: str, max_lines: int) -> InputLines:
     lines, custom_ids = InputLines(path), set[str]()
     with path.open("rb") as file:
         number = at = 0
-        while (raw := file.readline(MAX_LINE_BYTES + 1)) and len(lines.errors) < _MAX_ERRORS:
+        while len(lines.errors) < _MAX_ERRORS and len(lines) <= max_lines:
+            if not (raw := file.readline(MAX_LINE_BYTES + 1)):
+                break
             number += 1
             if number % _LINES_AT_A_TIME == 0:
                 time.sleep(_PAUSE_S)
@@ -79,7 +81,7 @@ def _errors_of_all(count: int, max_lines: int) -> list[LineError]:
     if not count:
         return [LineError("empty_file", "The file has no requests.")]
     if count > max_lines:
-        return [LineError("too_many_lines", f"A batch has at most {max_lines} requests, not {count}.")]
+        return [LineError("too_many_lines", f"A batch has at most {max_lines} requests.")]
     return []
 
 

@@ -130,6 +130,7 @@ class BatchRunner:
             return
         found = await self._disk.run(self._store.open_batches)
         self._state.open_batches = len(found)
+        self._state.not_before_s = {key: at_s for key, at_s in self._state.not_before_s.items() if key in found}
         now_s = time.monotonic()
         for batch_id, tenant in found.items():
             if len(self._state.running) >= self._max_running:
@@ -137,6 +138,7 @@ class BatchRunner:
             is_due = now_s >= self._state.not_before_s.get(batch_id, now_s)
             if batch_id not in self._state.running and is_due and await self._lease.hold(batch_id):
                 if self._is_stopped:
+                    await self._lease.give_back(batch_id)
                     return
                 self._start(batch_id, tenant)
         if now_s - self._swept_at_s >= _SWEEP_S:
