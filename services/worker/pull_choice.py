@@ -7,7 +7,9 @@ slow link costs a request at most `patience_s`, which is never more than computi
 part of that, or 50 ms, and twice the time in which a pull as forecast shows nothing yet.
 
 Blocks that another worker is computing for this request are always waited for and never raced: that worker answers the
-client meanwhile, so that nobody waits for them, and computing them here would do the work twice.
+client meanwhile, so that nobody waits for them, and computing them here would do the work twice. Nor does anybody wait
+for an attempt that is held, while computing it holds up whoever else runs here: its blocks count as if computing them
+took `HELD_WORTH` times as long.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from services.worker.messages import HolderRun
 
 _LEAST_PATIENCE_S = 0.05
 _PATIENCE_SHARE = 1 / 16
+HELD_WORTH = 4.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The scheduler: what the next step computes, and what its result means. Pure: no clock, no torch, no sockets.
 
 One mechanism: each step spends a token budget on bringing `num_computed` of sequences up to `num_tokens`. Decoding
-sequences come first, one token each, so that a long prompt does not stall them; then chunks of running prefills; then
+sequences come first, one token each, so that a long prompt does not stall them; then those that go on after a little
+output of another worker, for their clients wait; then chunks of running prefills; then
 waiting sequences, which start with the blocks that the pool has already. When blocks run out the sequence that came
 last by (priority, arrival) gives up its blocks and waits; it resumes by recomputation, mostly from cached blocks.
 
@@ -143,8 +144,14 @@ class Scheduler:
         for sequence in tuple(self._running):
             if sequence.status is Status.RUNNING and self._ensure_slots(sequence) and sequence.is_decoding:
                 chunks.append(Chunk(sequence, sequence.num_computed, 1, draws=True))
+        behind = [one for one in self._running if one.has_slots and one.is_catching_up]
+        catching_up = [prompt_chunk(one, one.num_due, MOST_ROWS_READ) for one in behind]
         # However many decode, prefills go on, or the first long answers would shut out everybody else.
         budget = max(token_budget - len(chunks), min(token_budget, MIN_PREFILL_TOKENS))
+        if any(chunk.draws for chunk in catching_up):
+            # Their clients wait for this one step: it is kept short.
+            budget = min(budget, MIN_PREFILL_TOKENS)
+        chunks += catching_up
         readable = MOST_ROWS_READ
         for sequence in self._prefills(now):
             chunk = prompt_chunk(sequence, budget, readable)
@@ -187,7 +194,7 @@ class Scheduler:
 
     def _prefills(self, now: float) -> Iterator[Sequence]:
         """Running prefills, then waiting sequences as they start, while there is room."""
-        yield from [s for s in self._running if not s.is_decoding and s.has_slots]
+        yield from [s for s in self._running if not (s.is_decoding or s.is_catching_up) and s.has_slots]
         while (sequence := self._next_waiting()) is not None:
             if len(self._running) >= self._limits.max_running or not self._start(sequence, now):
                 # Nobody overtakes a sequence that lacks blocks, or it might wait for ever.

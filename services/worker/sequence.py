@@ -231,6 +231,12 @@ class Sequence:
         return self.num_tokens - self.num_computed == 1 and request.held_until_s is None and not request.embeds
 
     @property
+    def is_catching_up(self) -> bool:
+        """Whether it has computed all but a little output, which another worker has drawn meanwhile."""
+        is_new = self.num_computed < self.num_prompt - 1
+        return not is_new and self.num_missing > 1 and 0 < self.num_due <= BLOCK_TOKENS
+
+    @property
     def has_slots(self) -> bool:
         """Whether every known token has a slot."""
         return len(self.slots) * BLOCK_TOKENS >= self.num_tokens

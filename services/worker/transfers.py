@@ -19,7 +19,7 @@ from services.worker.link_rates import LinkRates
 from services.worker.messages import HolderRun
 from services.worker.mover_messages import CancelPull, PullBlocks, PullCut, PullDone
 from services.worker.pins import Pins
-from services.worker.pull_choice import choose_pull
+from services.worker.pull_choice import HELD_WORTH, choose_pull
 from services.worker.push_memory import Node
 from services.worker.pushes import Pushes, PushPolicy
 from services.worker.sequence import Request
@@ -88,7 +88,8 @@ class Transfers:
         room = self._pool.num_available - self._pool.count_unreferenced(held) - reserve
         fitting = runs_after(request.pull_plan, hits, min(len(wanted_ids), hits + room))
         self._links.compute_bytes_per_s = self._links.block_bytes / block_compute_s
-        choice = choose_pull(fitting, self._links, block_compute_s=block_compute_s, now=now)
+        worth_s = block_compute_s * (HELD_WORTH if request.is_held else 1.0)
+        choice = choose_pull(fitting, self._links, block_compute_s=worth_s, now=now)
         runs = choice.runs
         if not runs:
             self.pulls_skipped["slower" if fitting else "no_room"] += 1
@@ -110,7 +111,7 @@ class Transfers:
             deadline_s,
             request.traceparent,
             choice.patience_s,
-            block_compute_s,
+            worth_s,
         )
 
     def cancel_pull(self, key: int) -> CancelPull | None:

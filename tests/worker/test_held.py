@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.worker.messages import Abort, HolderRun, MoveRequested, PreparedRequest, Resume
 from services.worker.mover_messages import CancelPull
+from services.worker.scheduler import MIN_PREFILL_TOKENS
 from tests.worker.cores import known_output, make_core, submit
 from tests.worker.test_known_output import NUM_BLOCKS, PROMPT, Toy
 from tests.worker.toy import ToyRunner, expected_tokens
@@ -217,3 +218,31 @@ def test_the_last_less_urgent_attempt_is_asked_to_make_room_once() -> None:
     toy.tell(submit(7, [7] * 10, 5, priority=1))
     toy.run(2)
     assert moves(toy)[1:] == [(5, "priority")]
+
+
+def test_who_goes_on_here_comes_before_prompts_and_is_not_held_up_by_them() -> None:
+    """A client waits for the step that computes what another worker has said last."""
+    toy, whole = Toy(make_core(NUM_BLOCKS, budget=100, max_queue_s=100.0)), expected_tokens(tuple(PROMPT), 40)
+    others = [[5] * 90, [6] * 90]
+    toy.tell(submit(1, others[0], 5))
+    toy.tell(submit(2, PROMPT, 40, known=[known_output(0, whole[:5])], **HOLD))
+    toy.run()
+    toy.tell(submit(3, others[1], 5))
+    toy.tell(Resume(2, [known_output(0, whole[5:8])]))
+    first, second = toy.core.schedule(toy.now)
+    assert (first.sequence.request.key, first.length, first.draws) == (2, 4, True)
+    assert (second.sequence.request.key, second.length) == (3, MIN_PREFILL_TOKENS)
+    toy.run()
+    assert toy.tokens(2) == whole[8:]
+    assert toy.tokens(3) == expected_tokens(tuple(others[1]), 5)
+
+
+def test_what_is_told_more_is_not_behind_prompts_either() -> None:
+    toy, whole = Toy(make_core(NUM_BLOCKS, budget=64, max_queue_s=100.0)), expected_tokens(tuple(PROMPT), 40)
+    toy.tell(submit(1, PROMPT, 40, **HOLD))
+    toy.run()
+    toy.tell(submit(2, [5] * 90, 5))
+    toy.tell(Resume(1, [known_output(0, whole[:9])], hold=True))
+    first, second = toy.core.schedule(toy.now)
+    assert (first.sequence.request.key, first.length, first.draws) == (1, 9, False)
+    assert (second.sequence.request.key, second.length) == (2, 64), "nobody's client waits"

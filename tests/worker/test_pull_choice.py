@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.worker.link_messages import RunTiming
 from services.worker.link_rates import LinkRates
 from services.worker.messages import HolderRun
-from services.worker.pull_choice import PullChoice, choose_pull
+from services.worker.pull_choice import HELD_WORTH, PullChoice, choose_pull
 
 BLOCK = 400_000
 
@@ -85,6 +85,17 @@ def raced(choice: PullChoice, num_blocks: int, block_compute_s: float, setup_s: 
         if at_s > lost_s:
             return lost_s + (num_blocks - arrived) * block_compute_s
     return at_s
+
+
+def test_what_nobody_waits_for_is_pulled_over_slower_links_too() -> None:
+    """Computing it would hold up those who run here."""
+    block_compute_s, links = 0.001, LinkRates(BLOCK)
+    plan = plan_of([(100, 0)])
+    for _ in range(3):
+        links.observe(plan, [RunTiming(100, 0, 0.002, 0.25, "ok")], 0.0)
+    assert not choose_pull(plan, links, block_compute_s=block_compute_s, now=0.0).runs
+    held = choose_pull(plan, links, block_compute_s=HELD_WORTH * block_compute_s, now=0.0)
+    assert held.runs == plan
 
 
 def test_what_is_on_a_slow_ssd_is_left_there() -> None:
