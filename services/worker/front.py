@@ -15,6 +15,7 @@ import structlog
 from services.common.announcer import Announcer, Tier
 from services.common.blocks import split_ids
 from services.worker.children import Part, kill
+from services.worker.departures import Departures
 from services.worker.engine_messages import BlockChanges, DrainEngine, EngineFailed, EngineLoad, PushTarget
 from services.worker.errors import ChildDied, Refused
 from services.worker.load_board import LoadBoard
@@ -57,8 +58,10 @@ class Front:
         announcer: Announcer,
         metrics: WorkerMetrics,
         child_silence_s: float,
+        departure_s: float,
         node_failing: Callable[[NodeFailing], None],
     ) -> None:
+        """departure_s: for which a reader that is asked to go on elsewhere keeps others from being asked."""
         self.board = board
         self.streams = streams
         self.metrics = metrics
@@ -67,6 +70,9 @@ class Front:
         self._announcer = announcer
         self._child_silence_s = child_silence_s
         self._node_failing = node_failing
+        self._departure_s = departure_s
+        self._departures = Departures((), departure_s)
+        self._departure_timer: asyncio.TimerHandle | None = None
         self._target: PushTarget = NO_TARGET
 
     async def run(self) -> None:
@@ -87,13 +93,13 @@ class Front:
             self.streams.fail_all("UNAVAILABLE", "the worker has lost a part of itself")
             raise ChildDied(detail) from None
 
-    def submit(self, name: str, make: Callable[[int], Submit]) -> RequestStream:
+    def submit(self, name: str, make: Callable[[int], Submit], *, is_held: bool = False) -> RequestStream:
         """Open a stream and hand the request to the engine. Raises Refused while the replica takes nothing."""
         if self.board.draining or not self.board.ready:
             raise Refused("UNAVAILABLE", "the worker is draining" if self.board.draining else "the worker is not ready")
         if self.streams.is_full:
             raise Refused("RESOURCE_EXHAUSTED", "too many open requests")
-        stream = self.streams.open(name)
+        stream = self.streams.open(name, is_held=is_held)
         try:
             self._engine.link.send(make(stream.key))
         except BaseException:
@@ -104,6 +110,7 @@ class Front:
     def resume(self, stream: RequestStream, further: list[KnownOutput], *, hold: bool = False) -> None:
         """Let a held request draw on after `further`, or with `hold` compute that; nothing when it has ended."""
         if not stream.is_ended:
+            stream.is_held &= hold
             self._engine.link.send(Resume(stream.key, further, hold))
 
     def release(self, stream: RequestStream) -> None:
@@ -115,6 +122,9 @@ class Front:
             self.metrics.ended("cancelled")
         if stream.admitted:
             self.board.note_ended(stream.name)
+        if self.board.draining:
+            self._departures.gone(stream.key)
+            self._see_off()
 
     def fail(self, stream: RequestStream, code: str, detail: str) -> None:
         """End an open request with an error of the front's own; nothing when it has ended already."""
@@ -125,12 +135,18 @@ class Front:
         stream.put(RequestFailed(stream.key, code, detail))
 
     def drain(self) -> None:
-        """Take no more requests; open ones go on, and their readers are asked to move them."""
-        if not self.board.draining:
-            self.board.set_draining()
-            self._engine.link.send(DrainEngine())
-            for stream in self.streams.admitted():
+        """Take no more requests; open ones go on, and their readers are asked to move them, some at a time."""
+        if self.board.draining:
+            return
+        self.board.set_draining()
+        self._engine.link.send(DrainEngine())
+        admitted = self.streams.admitted()
+        self._departures = Departures((one.key for one in admitted if not one.is_held), self._departure_s)
+        for stream in admitted:
+            if stream.is_held:
+                # It has just been moved here, and would be handed over any moment.
                 self._deliver(MoveRequested(stream.key, "draining"))
+        self._see_off()
 
     def set_push_target(self, target: PushTarget) -> None:
         """Tell engine and mover where blocks are pushed to from now on."""
@@ -192,7 +208,21 @@ class Front:
             self.fail(stream, "RESOURCE_EXHAUSTED", "the stream is read too slowly")
         if isinstance(event, AdmittedRequest) and self.board.draining:
             # It was on its way to the engine when the drain began.
-            self._deliver(MoveRequested(event.key, "draining"))
+            if stream.is_held:
+                self._deliver(MoveRequested(event.key, "draining"))
+            else:
+                self._departures.add(event.key)
+                self._see_off()
+
+    def _see_off(self) -> None:
+        """Ask the next readers to go on elsewhere, and look again when one that was asked has not gone."""
+        loop = asyncio.get_running_loop()
+        for key in self._departures.due(loop.time()):
+            self._deliver(MoveRequested(key, "draining"))
+        if self._departure_timer is not None:
+            self._departure_timer.cancel()
+        next_s = self._departures.next_s()
+        self._departure_timer = None if next_s is None else loop.call_at(next_s, self._see_off)
 
     async def _check_silence(self) -> None:
         """A child that is stopped keeps its socket open; only its silence shows."""

@@ -51,6 +51,7 @@ def submit(
         return front.submit(
             f"{request.request_id}/{request.attempt}",
             lambda key: submit_message(request, key=key, deadline_s=deadline_s, traceparent=traceparent),
+            is_held=request.hold_s > 0,
         )
     except Refused as refusal:
         front.metrics.ended(refusal.code.lower())

@@ -26,6 +26,9 @@ from services.worker.service import WorkerService
 from services.worker.streams import StreamTable
 from services.worker.target_keeper import TargetKeeper
 
+# A reader that is asked to go on elsewhere keeps others from being asked so long at most: all have been asked before
+# half of the drain's time is over.
+_MAX_DEPARTURE_S, _DEPARTURE_SHARE = 1.0, 1 / 16
 _log = structlog.get_logger()
 
 
@@ -66,6 +69,7 @@ class Serving:
             announcer=self._announcer,
             metrics=around.metrics,
             child_silence_s=settings.child_silence_s,
+            departure_s=min(_MAX_DEPARTURE_S, settings.drain_deadline_s * _DEPARTURE_SHARE),
             node_failing=self._keeper.failing,
         )
 

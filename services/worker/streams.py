@@ -39,8 +39,10 @@ TERMINAL = (StaleRequest, RequestFailed, RequestUsage)
 class RequestStream:
     """Events of one request, in order."""
 
-    def __init__(self, key: int, name: str, limit: int) -> None:
+    def __init__(self, key: int, name: str, limit: int, *, is_held: bool = False) -> None:
         self.key = key
+        # Whether it waits to be resumed.
+        self.is_held = is_held
         # "request_id/attempt", as load reports name it.
         self.name = name
         self.admitted = False
@@ -103,10 +105,10 @@ class StreamTable:
         """Whether no further request may be opened."""
         return len(self._streams) >= self._max_requests
 
-    def open(self, name: str) -> RequestStream:
+    def open(self, name: str, *, is_held: bool = False) -> RequestStream:
         """A stream under a key that was never used."""
         self._keys += 1
-        stream = RequestStream(self._keys, name, self._stream_queue)
+        stream = RequestStream(self._keys, name, self._stream_queue, is_held=is_held)
         self._streams[stream.key] = stream
         self._empty.clear()
         return stream

@@ -19,13 +19,14 @@ from services.common.security import MeshSecret
 from services.worker.front import Front
 from services.worker.kept_streams import KeptStreams
 from services.worker.load_board import LoadBoard
-from services.worker.messages import Message
+from services.worker.messages import Message, MoveRequested
 from services.worker.observation import WorkerMetrics
 from services.worker.serve_session import ServeSession
 from services.worker.streams import StreamTable
 from tests.support.mesh import total
 from tests.support.valkey import Valkey
 from tests.support.waiting import eventually
+from tests.worker.cores import submit
 from tests.worker.replica import WorkerProcess, running_worker
 from tests.worker.test_sim_engine import prompt
 
@@ -224,11 +225,15 @@ class EngineLink:
         self.sent.append(message)
 
 
-def session_without_engine(board: LoadBoard, streams: StreamTable, link: EngineLink | None = None) -> ServeSession:
-    front = Front(
+def front_without_engine(board: LoadBoard, streams: StreamTable, link: EngineLink | None = None) -> Front:
+    return Front(
         SimpleNamespace(link=link), None, board=board, streams=streams, announcer=None, metrics=WorkerMetrics(board),
-        child_silence_s=1.0, node_failing=lambda _: None,
+        child_silence_s=1.0, departure_s=60.0, node_failing=lambda _: None,
     )  # type: ignore[arg-type]  # fmt: skip
+
+
+def session_without_engine(board: LoadBoard, streams: StreamTable, link: EngineLink | None = None) -> ServeSession:
+    front = front_without_engine(board, streams, link)
     identity, kept = worker_pb2.WorkerIdentity(worker_id="w"), KeptStreams(max_kept=4)
     return ServeSession(front, identity, kept, default_deadline_s=1.0)
 
@@ -289,3 +294,28 @@ async def test_a_caller_that_reads_no_refusals_is_let_go() -> None:
     assert 4000 < sum(len(batch.attempts) for batch in batches) < 5000
     assert {part.end.code for part in batches[0].attempts} == {grpc.StatusCode.UNAVAILABLE.value[0]}
     assert len(session) == len(streams) == 0
+
+
+async def test_readers_are_asked_to_move_one_after_another() -> None:
+    """Held attempts at once: they have just come, and would be taken over by the reader."""
+    board, link = LoadBoard(), EngineLink()
+    streams = StreamTable(max_requests=16, stream_queue=16)
+    board.ready = True
+    front = front_without_engine(board, streams, link)
+    opened = [front.submit(f"r{n}/1", lambda key: submit(key, [1, 2, 3], 5), is_held=n == 3) for n in range(4)]
+    for stream in opened:
+        stream.admitted = True
+
+    def asked() -> list[int]:
+        told = [one.drain() for one in opened]
+        return [n for n, events in enumerate(told) if any(isinstance(event, MoveRequested) for event in events)]
+
+    front.drain()
+    assert asked() == [0, 3]
+    front.release(opened[0])
+    assert asked() == [1]
+    front.release(opened[1])
+    assert asked() == [2]
+    front.release(opened[2])
+    front.release(opened[3])
+    assert not streams
