@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.drain_moves import moves_in, moves_table
 from bench.drain_streams import Stream, body_of, follow, wait_for_events
 from bench.kv_table import Machine
 from bench.load import percentile
@@ -52,7 +53,8 @@ _IDLE_GAUGES = (
 class Round:
     """One drain. Times in ms: a gap a stream, and the times between events of all streams before the signal.
 
-    ended_s: from the signal to the worker's end. left: gauges that are not back at zero.
+    ended_s: from the signal to the worker's end. during: times between events of all streams until then, the longest of
+    each left out. moves: what the gateway logged of each. left: gauges that are not back at zero.
     """
 
     exit: str
@@ -65,7 +67,10 @@ class Round:
     gaps_ms: list[float]
     before_p50_ms: float
     before_p99_ms: float
+    during_p50_ms: float
+    during_p99_ms: float
     gateway_gap_ms: float
+    moves: list[dict[str, Any]]
     left: dict[str, float]
 
     @property
@@ -123,7 +128,10 @@ async def _drain(mesh: LocalMesh, bodies: Sequence[dict[str, Any]]) -> Round:
         following.cancel()
     await _eventually(lambda: "" if _left(mesh) else "idle")
     before_ms = sorted(1e3 * gap for one in streams for gap in one.gaps_s(0.0, signalled_s)[1:-1])
+    gaps_ms = [sorted(1e3 * gap for gap in one.gaps_s(signalled_s, ended_s)) for one in streams]
+    during_ms = sorted(gap for gaps in gaps_ms for gap in gaps[:-1]) or [0.0]
     moves = mesh.total("gateway", "kvmesh_gateway_move_gap_seconds_count")
+    gateways = [one["name"] for one in mesh.processes if one["kind"] == "gateway"]
     return Round(
         exit=end or "still there",
         ended_s=ended_s - signalled_s,
@@ -132,10 +140,13 @@ async def _drain(mesh: LocalMesh, bodies: Sequence[dict[str, Any]]) -> Round:
         equal_texts=sum(one.text == other.text for one, other in zip(streams, expected, strict=True)),
         moved=mesh.total("gateway", "kvmesh_gateway_moves_total", 'outcome="moved"'),
         rescues=mesh.total("gateway", "kvmesh_gateway_rescues_total"),
-        gaps_ms=[1e3 * max(one.gaps_s(signalled_s, ended_s), default=0.0) for one in streams],
+        gaps_ms=[gaps[-1] if gaps else 0.0 for gaps in gaps_ms],
         before_p50_ms=percentile(before_ms, 0.5),
         before_p99_ms=percentile(before_ms, 0.99),
+        during_p50_ms=percentile(during_ms, 0.5),
+        during_p99_ms=percentile(during_ms, 0.99),
         gateway_gap_ms=1e3 * mesh.total("gateway", "kvmesh_gateway_move_gap_seconds_sum") / max(1.0, moves),
+        moves=moves_in(StateDir(mesh.folder).log(name) for name in gateways),
         left=_left(mesh),
     )
 
@@ -166,7 +177,7 @@ def _victim_end(mesh: LocalMesh) -> str:
 
 def _show(rounds: Sequence[Round], title: str) -> None:
     table = Table(title=title)
-    columns = "exit", "ended s", "errors", "equal", "moved", "rescues", "gaps ms", "before p50 / p99 ms", "left"
+    columns = "exit", "ended s", "errors", "equal", "moved", "rescues", "gaps ms", "before / during p50 ms", "left"
     for column in columns:
         table.add_column(column, justify="right")
     for one in rounds:
@@ -178,10 +189,13 @@ def _show(rounds: Sequence[Round], title: str) -> None:
             f"{one.moved:.0f}",
             f"{one.rescues:.0f}",
             " ".join(f"{gap:.0f}" for gap in sorted(one.gaps_ms)),
-            f"{one.before_p50_ms:.0f} / {one.before_p99_ms:.0f}",
+            f"{one.before_p50_ms:.0f} / {one.during_p50_ms:.0f}",
             json.dumps(one.left) if one.left else "nothing",
         )
-    Console(width=160).print(table)
+    console = Console(width=170)
+    console.print(table)
+    for one in rounds:
+        console.print(moves_table(one.moves))
 
 
 if __name__ == "__main__":

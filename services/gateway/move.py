@@ -56,6 +56,8 @@ class Move:
     _needs_output: bool = False
     _mark: Mark = field(default_factory=lambda: Mark((), ()))
     _rounds_left: int = 0
+    # Tokens that the target was told last.
+    _told_tokens: float = math.inf
 
     def wanted(self, now_s: float, max_tries: float) -> None:
         """The source would rather not go on. Of a move that is on its way it may only raise how often to try."""
@@ -81,16 +83,19 @@ class Move:
 
     def started(self) -> list[KnownOutput]:
         """A target is started: with what is known now."""
-        self.stage, self._mark, self._rounds_left = Stage.PREPARING, self.output.mark(), _MAX_ROUNDS
+        self.stage, self._mark = Stage.PREPARING, self.output.mark()
+        self._rounds_left, self._told_tokens = _MAX_ROUNDS, math.inf
         return self.output.known()
 
     def prepared(self) -> list[KnownOutput]:
         """The target has computed what it knows: what it is to compute before the switch. Empty: switch."""
         further, num_open = self.output.known(self._mark), self.output.num_open
         num_tokens = sum(len(choice.token_ids) for choice in further)
-        if not self._rounds_left or not num_open or num_tokens <= _FEW_TOKENS * num_open:
+        # A source that says as much in every round will not be caught up with.
+        is_worth_it = _FEW_TOKENS * num_open < num_tokens < self._told_tokens
+        if not self._rounds_left or not num_open or not is_worth_it:
             return []
-        self._mark, self._rounds_left = self.output.mark(), self._rounds_left - 1
+        self._mark, self._rounds_left, self._told_tokens = self.output.mark(), self._rounds_left - 1, num_tokens
         return further
 
     def failed(self, now_s: float) -> None:

@@ -56,7 +56,7 @@ class PlacedStream:
     def __post_init__(self) -> None:
         self._output = OutputRecord(self.job.num_choices, self.job.prompt.max_tokens, self.job.stop_token_ids)
         self._placing = Placing(self.placement, self.job, self._output)
-        self._second = SecondAttempt(self._placing, self._on_prepared)
+        self._second = SecondAttempt(self._placing, self._on_ready, self._is_awaited)
         self._pauses = Pauses(self.placement.metrics)
 
     @property
@@ -142,9 +142,10 @@ class PlacedStream:
             attempt.heard_tokens(len(message.tokens.token_ids))
             self._pauses.last_token_at_s = attempt.heard_at_s
             is_news = self._output.note(message)
-            if self._put_off is not None:
+            self._second.heard_source()
+            if self._put_off is not None and attempt is self._open:
                 self._second.wanted(self._put_off.move_wanted.reason, attempt.worker_id)
-                self._put_off = None
+            self._put_off = None
             return is_news
         if kind == "finish":
             return self._output.note(message)
@@ -227,8 +228,11 @@ class PlacedStream:
         self._end_attempt(OUTCOME_CANCELLED)
         self._placing.retry()
 
-    def _on_prepared(self) -> None:
-        """Another worker may take over from the one that would rather not go on."""
+    def _is_awaited(self) -> bool:
+        return self._open is not None and self._open.inbox.is_awaited
+
+    def _on_ready(self) -> None:
+        """Another worker is to take over from the one that would rather not go on."""
         if self._open is not None:
             self._hand_over(self._open, "wanted", is_move=True)
 
@@ -251,7 +255,7 @@ class PlacedStream:
             return
         if switch.ready:
             self._pauses.last_token_at_s = time.monotonic()
-        self._pauses.begin(reason, source.worker_id, self._output.num_tokens, is_move=is_move)
+        self._pauses.begin(reason, source.worker_id, self._output.num_tokens, is_move=is_move, times=self._second.times)
         target.inbox.resume(switch.further)
         self._opened(target)
         if target.is_admitted:

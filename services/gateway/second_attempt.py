@@ -19,6 +19,7 @@ from kvmesh.v1.worker_pb2 import MOVE_REASON_DRAINING, MoveReason, WorkerGenerat
 
 from services.gateway.errors import GatewayError, ModelUnavailable
 from services.gateway.move import Move, Stage, Switch
+from services.gateway.move_times import MoveTimes
 from services.gateway.placed_attempt import PlacedAttempt
 from services.gateway.placing import Placing
 from services.gateway.worker_link import AttemptEnded
@@ -28,20 +29,29 @@ HOLD_S = 30.0
 _TRIES = 3
 # A handoff that takes so many times as long as forecast comes to nothing.
 _HOLD_SHARE = 4.0
+# The target is ready: the source's next token is worth so long a wait, since the client has it and waits for less then.
+_ALIGN_S = 0.25
 _log = structlog.get_logger("gateway.move")
 
 
 @dataclass(slots=True, eq=False)
 class SecondAttempt:
-    """Owner of a stream's second attempt, one at a time. on_prepared: called when it may take over, with `take`."""
+    """Owner of a stream's second attempt, one at a time. on_ready: called when it is to take over, with `take`.
+
+    may_wait: whether the source's next token will be heard as soon as it comes. times: of the present or last try.
+    """
 
     placing: Placing
-    on_prepared: Callable[[], None]
+    on_ready: Callable[[], None]
+    may_wait: Callable[[], bool]
+    times: MoveTimes = field(default_factory=lambda: MoveTimes(0.0))
     _move: Move = field(init=False)
     # Workers not to be asked for: the source, and targets that failed.
     _avoided: list[str] = field(default_factory=list)
     _target: PlacedAttempt | None = None
     _task: asyncio.Task[None] | None = None
+    # The target has caught up, and waits for the moment.
+    _is_ready: bool = False
     # When the target of a handoff was started; 0: it was not planned with the source.
     _handed_off_at_s: float = 0.0
 
@@ -51,7 +61,7 @@ class SecondAttempt:
     def wanted(self, reason: MoveReason.ValueType, source_id: str) -> None:
         """The worker of the stream's attempt would rather not go on with it; one that leaves asks for good."""
         if self._move.stage is Stage.STAYING:
-            self._avoided = [source_id]
+            self._avoided, self.times = [source_id], MoveTimes(time.monotonic())
         self._move.wanted(time.monotonic(), math.inf if reason == MOVE_REASON_DRAINING else _TRIES)
         self.pulse(time.monotonic())
 
@@ -70,6 +80,8 @@ class SecondAttempt:
         )
         known, hold_s = self._move.planned(_TRIES), max(HOLD_S, _HOLD_SHARE * second.predicted_s)
         self._avoided, self._handed_off_at_s = [source.worker_id], time.monotonic()
+        started_s = self._handed_off_at_s
+        self.times = MoveTimes(started_s, asked_at_s=started_s, granted_at_s=started_s)
         self._target = PlacedAttempt.start(
             placing.placement, placing.job, second.attempt, grant, source.asked_at_s, known, hold_s
         )
@@ -77,12 +89,20 @@ class SecondAttempt:
         self._task = asyncio.create_task(self._prepare())
 
     def pulse(self, now_s: float) -> None:
-        """Ask when it is time to; look for the target's silence. now_s: monotonic time."""
+        """Ask when it is time to; look for the target's silence, and the source's. now_s: monotonic time."""
         if self._move.is_due(now_s):
             self._move.asked()
+            self.times = MoveTimes(self.times.wanted_at_s, asked_at_s=now_s)
             self._task = asyncio.create_task(self._prepare())
         if self._target is not None:
             self._target.pulse(now_s, self.placing.placement.admit_patience_s)
+        if self._is_ready and now_s - self.times.caught_up_at_s > _ALIGN_S:
+            self.on_ready()
+
+    def heard_source(self) -> None:
+        """The source has just produced a token, which the client has: no moment is better to leave it."""
+        if self._is_ready:
+            self.on_ready()
 
     @property
     def is_preparing(self) -> bool:
@@ -98,7 +118,11 @@ class SecondAttempt:
         if switch is None or target is None:
             self.close()
             return None
-        self._target = None
+        self._target, self._is_ready = None, False
+        # The target's messages are for another reader now.
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        self.times.switched_at_s = time.monotonic()
         if self._handed_off_at_s:
             if is_move:
                 self.placing.placement.metrics.moves.record_handoff(time.monotonic() - self._handed_off_at_s)
@@ -129,7 +153,7 @@ class SecondAttempt:
                 # None but those: they may have recovered.
                 del self._avoided[1:]
             self._count("refused")
-            _log.info("move_refused", source_id=self._avoided[0], error=type(error).__name__)
+            _log.info("move_refused", source_id=self._avoided[0], error=type(error).__name__, **self.times.seconds())
             self._move.failed(time.monotonic())
         except AttemptEnded as end:
             self._fail(end.code.name.lower())
@@ -143,24 +167,27 @@ class SecondAttempt:
         number, asked_at_s = placing.next_number(), time.monotonic()
         ask = job.ask_again(number, [*placing.setbacks.excluded, *self._avoided], job.request_class, placing.output)
         grant = await placing.granted(ask)
+        self.times.granted_at_s = time.monotonic()
         known = self._move.started()
         self._target = PlacedAttempt.start(placing.placement, job, number, grant, asked_at_s, known, HOLD_S)
 
     async def _await_prepared(self) -> None:
         """Raises AttemptEnded when the target comes to nothing."""
         target = self._target
-        while target is not None:
+        while target is not None and target is self._target:
             message = await target.inbox.read()
             target.heard_at_s = time.monotonic()
             kind = message.WhichOneof("event")
             if kind == "admitted":
                 target.is_admitted, target.cached_tokens = True, message.admitted.cached_tokens
+                self.times.admitted_at_s = target.heard_at_s
             elif kind == "prepared":
+                self.times.prepared(message.prepared, target.heard_at_s)
                 further = self._move.prepared() if message.prepared.takes_more else []
-                if not further:
-                    self.on_prepared()
-                    return
-                target.inbox.resume(further, hold=True)
+                if further:
+                    target.inbox.resume(further, hold=True)
+                else:
+                    self._ready()
             elif kind == "stale":
                 self._fail("stale", OUTCOME_STALE)
                 return
@@ -169,10 +196,22 @@ class SecondAttempt:
                 self._fail("leaves", OUTCOME_CANCELLED)
                 return
 
+    def _ready(self) -> None:
+        """The target waits for its last word: until the source's next token, where that will be heard at once."""
+        self._is_ready = True
+        if not self.placing.output.num_tokens or not self.may_wait():
+            self.on_ready()
+
     def _fail(self, reason: str, outcome: Outcome.ValueType = OUTCOME_WORKER_FAILED) -> None:
         """The source goes on as if nothing had been."""
         if self._target is not None:
-            _log.info("move_failed", target_id=self._target.worker_id, reason=reason)
+            _log.info(
+                "move_failed",
+                target_id=self._target.worker_id,
+                reason=reason,
+                phase=self.times.phase,
+                **self.times.seconds(),
+            )
             self._avoided.append(self._target.worker_id)
         if self._handed_off_at_s:
             self._count_handoff("target_failed")
@@ -183,7 +222,7 @@ class SecondAttempt:
         self._move.failed(time.monotonic())
 
     def _drop(self, outcome: Outcome.ValueType) -> None:
-        target, self._target = self._target, None
+        target, self._target, self._is_ready = self._target, None, False
         if target is not None:
             target.end(outcome)
 

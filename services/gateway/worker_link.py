@@ -92,6 +92,11 @@ class Attempt:
         """What has come and was not read."""
         return self._unread
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a reader waits for the next message, and will have it as soon as it comes."""
+        return self._waiter is not None and not self._unread
+
     def resume(self, further: Sequence[KnownOutput], *, hold: bool = False) -> None:
         """Let the worker draw on from here, if it waits for that. hold: let it compute that and wait on."""
         self._link.resume(self.key, further, hold=hold)

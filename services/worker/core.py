@@ -16,6 +16,7 @@ from services.worker.adapters.source import AdapterSource
 from services.worker.admission import SchedulerLimits
 from services.worker.block_pool import BlockPool
 from services.worker.chunk import Advance, Chunk
+from services.worker.drain_pace import DrainPace
 from services.worker.drawing import draw_rows, drawn_of, faults, output_of, reads_of, told_of
 from services.worker.draws import Draws
 from services.worker.engine_load import engine_load
@@ -94,6 +95,7 @@ class EngineCore:
         self._limits = limits
         self._progress = 0
         self._draining = False
+        self.drain_pace = DrainPace()
 
     @property
     def is_idle(self) -> bool:
@@ -111,6 +113,7 @@ class EngineCore:
                 self._abort(key, now)
             case DrainEngine():
                 self._draining = True
+                self.drain_pace.begin(self.rates.decode_step_s, now)
             case PushTarget(location_id=location_id, epoch=epoch):
                 self.transfers.pushes.set_target((location_id, epoch) if location_id else None, now)
             case PullCut():
@@ -176,7 +179,7 @@ class EngineCore:
     def schedule(self, now: float) -> list[Chunk]:
         """What to compute next; empty when there is nothing."""
         chunks = self.scheduler.schedule(self._step_tokens, now, self.rates.steps.latest_costs)
-        self.to_front += [PreparedRequest(key) for key in self.scheduler.take_prepared()]
+        self.to_front += [self._prepared(key, now) for key in self.scheduler.take_prepared()]
         self.to_front += [MoveRequested(key, reason) for key, reason in self.scheduler.moves.take()]
         return chunks
 
@@ -290,6 +293,10 @@ class EngineCore:
             block_compute_s=BLOCK_TOKENS / self.rates.prefill_tokens_per_s,
         )
 
+    def _prepared(self, key: int, now: float) -> PreparedRequest:
+        request = self.scheduler.requests[key]
+        return PreparedRequest(key, request.pull_s, now - request.arrival_s - request.pull_s)
+
     def _resume(self, message: Resume) -> None:
         request = self.scheduler.requests.get(message.key)
         if request is None:
@@ -311,6 +318,8 @@ class EngineCore:
         request = self.scheduler.requests.get(key)
         if request is not None and request.prefilled:
             self.to_front.append(RequestAborted(usage_of(request), now - request.arrival_s, request.traceparent))
+        if self._draining:
+            self.drain_pace.left(now)
         self._remove(key)
 
     def _enqueue_pulled(self, request: Request | None) -> None:

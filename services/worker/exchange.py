@@ -61,8 +61,9 @@ class Exchange:
                     worker_id=self._worker_id, cached_tokens=cached_tokens, protocol=PROTOCOL
                 )
                 yield worker_pb2.WorkerGenerateResponse(admitted=admitted)
-            case PreparedRequest():
-                yield worker_pb2.WorkerGenerateResponse(prepared=worker_pb2.Prepared(takes_more=True))
+            case PreparedRequest(pull_s=pull_s, compute_s=compute_s):
+                prepared = worker_pb2.Prepared(takes_more=True, pull_s=pull_s, compute_s=compute_s)
+                yield worker_pb2.WorkerGenerateResponse(prepared=prepared)
             case MoveRequested():
                 yield move_proto(event)
             case PromptScored():

@@ -136,9 +136,11 @@ class RequestFailed(Message, frozen=True):
 
 
 class PreparedRequest(Message, frozen=True):
-    """The held request `key` has computed what it knows."""
+    """The held request `key` has computed what it knows: after pull_s, and compute_s of waiting and computing."""
 
     key: int
+    pull_s: float = 0.0
+    compute_s: float = 0.0
 
 
 class MoveRequested(Message, frozen=True):

@@ -204,14 +204,27 @@ def test_a_target_is_told_more_as_long_as_it_is_much_and_not_for_ever() -> None:
     draw(2)
     assert move.prepared() == [], "not worth another round"
     told = []
-    draw(1)
-    while further := move.prepared():
+    draw(7)
+    for count in (8, 7, 6, 5):
+        further = move.prepared()
         told.append(len(further[0].token_ids))
-        draw(3)
-    assert told == [3] * 4
+        draw(count)
+    assert told == [9, 8, 7, 6]
+    assert move.prepared() == [], "not for ever"
     switch = move.switch(())
     assert switch is not None
-    assert [len(one.token_ids) for one in switch.further] == [3], "each token is told once"
+    assert [len(one.token_ids) for one in switch.further] == [5], "each token is told once"
+
+
+def test_a_source_that_says_as_much_in_every_round_is_left() -> None:
+    record = OutputRecord(1, 100, ())
+    move = Move(record)
+    move.wanted(0.0, 3)
+    move.asked()
+    move.started()
+    for rounds in ([4], []):
+        record.note(WorkerGenerateResponse(tokens=TokenChunk(choice=0, token_ids=range(4))))
+        assert [len(one.token_ids) for one in move.prepared()] == rounds
 
 
 def test_tries_come_ever_later_and_end_where_they_are_not_worth_it() -> None:

@@ -19,6 +19,7 @@ from kvmesh.v1.router_pb2 import (
 )
 from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
 
+from services.gateway import second_attempt
 from tests.gateway.conftest import ANSWER, Mesh
 from tests.gateway.fakes import Script
 from tests.gateway.test_rescue import STREAM, plain, reply, text_of, variants
@@ -73,6 +74,45 @@ async def test_the_source_goes_on_until_the_target_is_prepared(mesh: Mesh) -> No
     assert before > len(target.known[0].token_ids), "it said more while the target computed what was known"
     assert before + after == len(mesh.text.encode_text(ANSWER))
     assert mesh.router.dones[1].ttft_s == 0.0
+
+
+async def test_the_source_is_left_right_after_a_token(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left in the middle of a step, it would have drawn one in vain that the client waits for."""
+    monkeypatch.setattr(second_attempt, "_ALIGN_S", 60.0)
+    go_on = asyncio.Event()
+    mesh.plan[:] = [plain(mesh, pause_s=0.2, move_after=1, go_on_after=go_on), plain(mesh)]
+    call = asyncio.create_task(mesh.complete())
+    await eventually(lambda: mesh.workers[1].running)
+    # The target is prepared at once, and the source says nothing.
+    await asyncio.sleep(0.2)
+    assert not mesh.router.dones
+    go_on.set()
+    assert (await call)["choices"][0]["text"] == ANSWER
+    await eventually(lambda: len(mesh.router.dones) == 2)
+    assert mesh.router.dones[0].output_tokens > 1
+
+
+async def test_a_source_that_says_no_more_is_left_all_the_same(mesh: Mesh) -> None:
+    mesh.plan[:] = [plain(mesh, move_after=1, hang_after=2), plain(mesh)]
+    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    await eventually(lambda: len(mesh.router.dones) == 2)
+    assert [done.outcome for done in mesh.router.dones] == [OUTCOME_CANCELLED, OUTCOME_OK]
+
+
+async def test_a_target_that_fails_while_it_waits_for_the_moment(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source goes on as if nothing had been."""
+    monkeypatch.setattr(second_attempt, "_ALIGN_S", 60.0)
+    go_on = asyncio.Event()
+    mesh.plan[:] = [plain(mesh, move_after=1, go_on_after=go_on), plain(mesh)]
+    call = asyncio.create_task(mesh.complete())
+    await eventually(lambda: mesh.workers[1].running)
+    address, channels = mesh.router.workers["w1"], mesh.gateway.channels
+    channels.acquire(address).close()
+    channels.release(address, asyncio.get_running_loop().time())
+    await eventually(lambda: [done.outcome for done in mesh.router.dones] == [OUTCOME_WORKER_FAILED])
+    go_on.set()
+    assert (await call)["choices"][0]["text"] == ANSWER
+    await mesh.wait_idle()
 
 
 @pytest.mark.parametrize("takes_more", [True, False])

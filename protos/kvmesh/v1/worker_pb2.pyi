@@ -357,16 +357,23 @@ class Prepared(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TAKES_MORE_FIELD_NUMBER: _builtins.int
+    PULL_S_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
     takes_more: _builtins.bool
     """It takes a ResumeAttempt with hold."""
+    pull_s: _builtins.float
+    """Seconds of pulling, and of what else it has taken since its arrival."""
+    compute_s: _builtins.float
     def __init__(
         self,
         *,
         takes_more: _builtins.bool = ...,
+        pull_s: _builtins.float = ...,
+        compute_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["takes_more", b"takes_more"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "pull_s", b"pull_s", "takes_more", b"takes_more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,6 +71,8 @@ class EngineLoop:
         self._clock = clock
         self._builder = StepBuilder()
         self._next_load_s = 0.0
+        # No step begins before, while others leave a drain.
+        self._next_step_s = 0.0
         self._failed_steps = 0
 
     def run(self) -> None:
@@ -78,7 +80,9 @@ class EngineLoop:
         while True:
             progressed = self.turn()
             if not progressed:
-                wait_s = self._next_load_s - self._clock()
+                now = self._clock()
+                rests = self._next_step_s > now
+                wait_s = (min(self._next_load_s, self._next_step_s) if rests else self._next_load_s) - now
                 if self._core.is_preparing or not self._transfers.is_settled:
                     wait_s = min(wait_s, _LOOK_EVERY_S)
                 wait_links([self._front, self._mover], max(0.0, wait_s))
@@ -95,7 +99,9 @@ class EngineLoop:
         self._core.take_grammars()
         self._core.take_adapters(now)
         self._core.expire(now)
-        chunks = self._core.schedule(now)
+        chunks = self._core.schedule(now) if now >= self._next_step_s else []
+        if chunks:
+            self._next_step_s = now + self._core.drain_pace.least_step_s(now)
         started = bool(chunks) and self._start(chunks)
         # The tokens of the last step and admissions; neither waits for the step that has just started.
         self._send()
