@@ -69,6 +69,10 @@ class Timed:
         self.seconds.append(time.perf_counter() - started_s)
         return logits
 
+    def hidden(self) -> torch.Tensor:
+        """See Decoder."""
+        return self._decoder.hidden()
+
 
 @contextmanager
 def _read_by_another() -> Iterator[socket.socket]:

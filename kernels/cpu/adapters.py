@@ -35,7 +35,8 @@ def pack_input(parts: Sequence[tuple[LowRank, Place]]) -> tuple[AdapterInputStru
 
     Outputs of each are a multiple of 16; down and up have the dtype of the layer's inputs.
     """
-    struct, tensors = AdapterInputStruct(), []
+    struct = AdapterInputStruct()
+    tensors: list[torch.Tensor] = []
     if not parts:
         return struct, tensors
     downs, low = [], 0
