@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from services.worker.drain_pace import DrainPace
-from services.worker.draws import DrawRow, Draws
+from services.worker.draws import DrawRow, Draws, ReadRow
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.sampled import Sampled
 from services.worker.engine_messages import DrainEngine, FromEngineToFront, FromFrontToEngine
@@ -37,11 +38,19 @@ class Clocked(Sampled):
         super().__init__(ToyRunner(64))
         self.now, self.cost_s = 100.0, 0.010
         links: tuple[Link[Message], Link[Message]] = Link(front, FromFrontToEngine), Link(mover, FromMoverToEngine)
-        self._loop = EngineLoop(make_core(64), self, *links, clock=lambda: self.now)
+        self.core = make_core(64)
+        self._loop = EngineLoop(self.core, self, *links, clock=lambda: self.now)
 
-    def draw(self, rows: Sequence[DrawRow]) -> Draws:
+    def draw(self, rows: Sequence[DrawRow], reads: Sequence[ReadRow] = ()) -> Draws:
         self.now += self.cost_s
-        return super().draw(rows)
+        return super().draw(rows, reads)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Go on until what was sent has arrived, which may take real time."""
+        deadline_s = time.monotonic() + 60.0
+        while not condition():
+            assert time.monotonic() < deadline_s
+            self._loop.turn()
 
     def steps(self, seconds: float) -> int:
         """How many are begun, with a look each thousandth of a second while none is."""
@@ -67,11 +76,14 @@ def test_the_loop_rests_between_steps(ends: tuple[Link[Message], Clocked]) -> No
     front, engine = ends
     for key in (1, 2):
         front.send(submit(key, [1, 2, 3], 240))
-    engine.steps(0.3)
-    engine.cost_s = 0.002
+    engine.until(lambda: len(engine.core.scheduler.requests) == 2)
+    engine.steps(0.2)
     front.send(DrainEngine())
-    assert engine.steps(0.4) == pytest.approx(40, abs=4), "as before, though they take less"
-    engine.steps(0.7)
+    engine.until(lambda: engine.core.drain_pace.least_step_s(engine.now))
+    engine.cost_s = 0.002
+    assert engine.steps(0.3) == pytest.approx(30, abs=4), "as before, though they take less"
+    engine.steps(0.75)
     assert engine.steps(0.1) == pytest.approx(50, abs=2), "nobody has left for a second"
     front.send(Abort(1))
+    engine.until(lambda: len(engine.core.scheduler.requests) == 1)
     assert engine.steps(0.1) == pytest.approx(10, abs=2)
