@@ -35,17 +35,19 @@ def mixture(
     k: int,
     renormalise: bool,
     activation: Activation = "silu",
+    first: int = 0,
 ) -> torch.Tensor:
     """x [T, H], router logits [T, E], gate_up [E, 2 I, H] (gate first), down [E, H, I]; float32 [T, H].
 
-    x and both weights share a dtype, to which what enters `down` is rounded; the products are float32.
+    x and both weights share a dtype, to which what enters `down` is rounded; the products are float32. gate_up and down
+    may be those of some experts only, from `first` on: the others contribute nothing.
     """
     experts, weights = route(logits, k, renormalise)
-    outputs = x.new_empty((len(x), k, down.shape[1]), dtype=torch.float32)
-    for expert in sorted(set(experts.flatten().tolist())):
+    outputs = x.new_zeros((len(x), k, down.shape[1]), dtype=torch.float32)
+    for expert in sorted(set(experts.flatten().tolist()) & set(range(first, first + len(down)))):
         tokens, ranks = torch.nonzero(experts == expert, as_tuple=True)
-        hidden = gated(linear(x[tokens], gate_up[expert]), activation).to(x.dtype)
-        outputs[tokens, ranks] = linear(hidden, down[expert])
+        hidden = gated(linear(x[tokens], gate_up[expert - first]), activation).to(x.dtype)
+        outputs[tokens, ranks] = linear(hidden, down[expert - first])
     total = outputs[:, 0] * weights[:, :1]
     for rank in range(1, k):
         total += outputs[:, rank] * weights[:, rank : rank + 1]

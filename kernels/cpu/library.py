@@ -63,10 +63,12 @@ def _function(name: str, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
 
 def forward(
     model: ModelStruct, batch: PagedBatch, pool: torch.Tensor, scratch: ScratchStruct, *, num_threads: int
-) -> None:
-    """One pass through all layers: KV goes to the pool, logits to scratch.logits."""
+) -> bool:
+    """One pass through all layers: KV goes to the pool, logits to scratch.logits; False when it was given up."""
     run = _function("forward", pool.dtype)
-    run(byref(model), byref(batch_struct(batch)), c_void_p(pool.data_ptr()), byref(scratch), c_int(num_threads))
+    run.restype = c_int
+    pools = pool_struct(pool)
+    return bool(run(byref(model), byref(batch_struct(batch)), byref(pools), byref(scratch), c_int(num_threads)) == 0)
 
 
 def linear(x: torch.Tensor, layer: LinearStruct, epilogue: Epilogue, out: torch.Tensor, *, num_threads: int) -> None:

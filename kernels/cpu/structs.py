@@ -5,7 +5,7 @@ Who makes a structure keeps its tensors alive and contiguous.
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_double, c_float, c_int, c_int64, c_void_p
 
 import numpy as np
 import torch
@@ -43,13 +43,15 @@ class RotaryStruct(Structure):
 
 
 class ExpertsStruct(Structure):
-    """A mixture of experts; count 0: none."""
+    """A mixture of experts, of which [first, first + held) are here; count 0: none."""
 
     _fields_ = (
         ("router", LinearStruct),
         ("gate_up", POINTER(LinearStruct)),
         ("down", POINTER(LinearStruct)),
         ("count", c_int),
+        ("first", c_int),
+        ("held", c_int),
         ("per_token", c_int),
         ("intermediate", c_int),
         ("renormalise", c_int),
@@ -113,8 +115,12 @@ class AdapterLayerStruct(Structure):
     )
 
 
+# Sums so many float32 at an address in place over the ranks of a group; not 0: the pass is given up.
+SumOverRanks = CFUNCTYPE(c_int, c_void_p, c_int64)
+
+
 class ModelStruct(Structure):
-    """A whole decoder."""
+    """A decoder, or a rank's part of it."""
 
     _fields_ = (
         ("num_layers", c_int),
@@ -130,10 +136,13 @@ class ModelStruct(Structure):
         ("logit_softcap", c_float),
         ("embedding_scale", c_float),
         ("embedding", c_void_p),
+        ("first_token", c_int),
+        ("num_tokens", c_int),
         ("layers", POINTER(LayerStruct)),
         ("final_norm", c_void_p),
         ("head", LinearStruct),
         ("adapters", c_void_p),
+        ("sum_over_ranks", SumOverRanks),
     )
 
 
@@ -180,7 +189,13 @@ class BatchStruct(Structure):
 class PoolStruct(Structure):
     """A KV pool by address."""
 
-    _fields_ = (("base", c_void_p), ("kv_heads", c_int), ("layers", c_int), ("head_dim", c_int))
+    _fields_ = (
+        ("base", c_void_p),
+        ("kv_heads", c_int),
+        ("head_dim", c_int),
+        ("block_heads", c_int),
+        ("block_layers", c_int),
+    )
 
 
 def _address(array: Int32Array) -> int:
@@ -204,8 +219,9 @@ def batch_struct(batch: PagedBatch) -> BatchStruct:
 
 
 def pool_struct(pool: torch.Tensor) -> PoolStruct:
-    """A pool [blocks, kv_heads, layers, 2, 16, head_dim] by address."""
-    return PoolStruct(pool.data_ptr(), pool.shape[1], pool.shape[2], pool.shape[5])
+    """A pool [blocks, kv_heads, layers, 2, 16, head_dim], or some heads and layers of a larger one, by address."""
+    block, head, layer = pool.stride()[:3]
+    return PoolStruct(pool.data_ptr(), pool.shape[1], pool.shape[5], block // head, head // layer)
 
 
 def _optional(tensor: torch.Tensor | None) -> int | None:

@@ -98,6 +98,7 @@ def compiled(
         gate_up=array(up),
         down=array(back),
         count=len(router),
+        held=len(down),
         per_token=k,
         intermediate=down.shape[2],
         renormalise=renormalise,

@@ -25,6 +25,10 @@ struct Layer {
     int window;
 };
 
+// Sums `count` floats in place over the ranks that share the layers; not 0: the pass is to be given up.
+using SumOverRanks = int (*)(float* values, int64_t count);
+
+// A decoder, or one rank's part of it: then of heads, inner columns and vocabulary those that it has.
 struct Model {
     int num_layers;
     int hidden;
@@ -38,11 +42,14 @@ struct Model {
     float attention_softcap;
     float logit_softcap;
     float embedding_scale;
-    const void* embedding;
+    const void* embedding;  // null: the residual stream is given
+    int first_token;        // of the embedding's rows
+    int num_tokens;
     const Layer* layers;
     const float* final_norm;
-    Linear head;
+    Linear head;  // without weight: the residual stream is the result
     AdapterTable adapters;
+    SumOverRanks sum_over_ranks;  // or null
 };
 
 // Working memory of a step, sized by the caller; `activation` also holds the attention's output.
@@ -52,7 +59,7 @@ struct Scratch {
     float* qkv;        // [tokens][(heads + 2 kv_heads) * head_dim]
     void* query;       // [tokens][heads * head_dim]
     void* activation;  // [tokens][max(intermediate, heads * head_dim)]
-    float* projected;  // [tokens][hidden], of models with post norms
+    float* projected;  // [tokens][hidden], of models with post norms and of ranks
     float* gains;      // [tokens][the most outputs of a layer, in whole panels], of batches with adapters
     float* logits;     // [logit rows][vocabulary]
     double* seconds;   // [3] or null: adds linear layers, attention, the rest
@@ -87,21 +94,33 @@ template <class T> struct Step {
     AttentionPlan plan;
     AdapterPlan adapters;
     Stopwatch watch{scratch.seconds};
+    bool given_up = false;
 
-    Step(const Model& model, const Batch& batch, T* base, const Scratch& scratch, int num_threads)
-        : model(model), batch(batch), scratch(scratch), num_threads(num_threads),
-          pool{base, model.kv_heads, model.num_layers, model.head_dim},
+    Step(const Model& model, const Batch& batch, const Pool<T>& pool, const Scratch& scratch, int num_threads)
+        : model(model), batch(batch), scratch(scratch), num_threads(num_threads), pool(pool),
           plan(plan_attention(batch, model.heads / model.kv_heads, model.kv_heads, num_threads)),
           adapters(batch) {}
 
-    void run() {
-        embed(static_cast<const T*>(model.embedding), batch, model.hidden, model.embedding_scale, scratch.residual,
-              num_threads);
-        for (int index = 0; index < model.num_layers; ++index) {
+    // Whether the pass came to its end.
+    bool run() {
+        if (model.embedding) embedding();
+        for (int index = 0; index < model.num_layers && !given_up; ++index) {
             attention(model.layers[index], index);
-            mlp(model.layers[index], index);
+            if (!given_up) mlp(model.layers[index], index);
         }
-        if (batch.num_logits > 0) logits();
+        if (batch.num_logits > 0 && model.head.weight && !given_up) logits();
+        return !given_up;
+    }
+
+    void embedding() {
+        embed(static_cast<const T*>(model.embedding), model.first_token, model.num_tokens, batch, model.hidden,
+              model.embedding_scale, scratch.residual, num_threads);
+        sum_over_ranks(scratch.residual);
+    }
+
+    void sum_over_ranks(float* values) {
+        const int64_t count = static_cast<int64_t>(batch.num_tokens) * model.hidden;
+        if (model.sum_over_ranks && model.sum_over_ranks(values, count)) given_up = true;
     }
 
     T* normed() const { return static_cast<T*>(scratch.normed); }
@@ -125,12 +144,17 @@ template <class T> struct Step {
         watch.lap(kLinearPart);
     }
 
-    // Where a projection's result goes: into the residual stream, or apart to be normalised first.
-    float* projected(const float* post_norm) const { return post_norm ? scratch.projected : scratch.residual; }
+    // Where a projection's result goes: into the residual stream, or apart to be summed or normalised first.
+    bool apart(const float* post_norm) const { return post_norm || model.sum_over_ranks; }
+    float* projected(const float* post_norm) const { return apart(post_norm) ? scratch.projected : scratch.residual; }
     void join(const float* post_norm) {
-        if (!post_norm) return;
-        add_normed(scratch.projected, batch.num_tokens, model.hidden, post_norm, model.eps, scratch.residual,
-                   num_threads);
+        if (!apart(post_norm)) return;
+        sum_over_ranks(scratch.projected);
+        const int rows = batch.num_tokens, width = model.hidden;
+        if (post_norm)
+            add_normed(scratch.projected, rows, width, post_norm, model.eps, scratch.residual, num_threads);
+        else
+            add_to(scratch.projected, static_cast<size_t>(rows) * width, scratch.residual, num_threads);
         watch.lap(kOtherPart);
     }
 
@@ -146,7 +170,8 @@ template <class T> struct Step {
                      num_threads);
         watch.lap(kAttentionPart);
         const float* post_norm = layer.attention_post_norm;
-        multiply(activation(), rows, layer.output, post_norm ? kStore : kAdd, projected(post_norm), model.hidden,
+        const EpilogueKind kind = apart(post_norm) ? kStore : kAdd;
+        multiply(activation(), rows, layer.output, kind, projected(post_norm), model.hidden,
                  gains(activation(), layer.output, index, &AdapterLayer::output));
         join(post_norm);
     }
@@ -158,12 +183,12 @@ template <class T> struct Step {
         float* out = projected(post_norm);
         norm(layer.mlp_norm, nullptr, rows);
         if (layer.experts.count) {
-            mix_experts(normed(), rows, layer.experts, kind, !post_norm, out, num_threads);
+            mix_experts(normed(), rows, layer.experts, kind, !apart(post_norm), out, num_threads);
             watch.lap(kLinearPart);
         } else {
             multiply(normed(), rows, layer.gate_up, kind, activation(), model.intermediate,
                      gains(normed(), layer.gate_up, index, &AdapterLayer::gate_up));
-            multiply(activation(), rows, layer.down, post_norm ? kStore : kAdd, out, model.hidden,
+            multiply(activation(), rows, layer.down, apart(post_norm) ? kStore : kAdd, out, model.hidden,
                      gains(activation(), layer.down, index, &AdapterLayer::down));
         }
         join(post_norm);
@@ -197,9 +222,9 @@ static void attention_alone(const T* q, T* out, const Batch& batch, const Pool<T
 }
 
 #define KVM_EXPORT(T, NAME)                                                                                           \
-    extern "C" void kvm_forward_##NAME(const Model* model, const Batch* batch, T* pool, const Scratch* scratch,       \
-                                       int num_threads) {                                                             \
-        Step<T>(*model, *batch, pool, *scratch, num_threads).run();                                                   \
+    extern "C" int kvm_forward_##NAME(const Model* model, const Batch* batch, const Pool<T>* pool,                    \
+                                      const Scratch* scratch, int num_threads) {                                      \
+        return Step<T>(*model, *batch, *pool, *scratch, num_threads).run() ? 0 : -1;                                  \
     }                                                                                                                 \
     extern "C" void kvm_linear_##NAME(const T* x, int rows, const Linear* layer, int kind, void* out, int stride,     \
                                       int num_threads) {                                                              \

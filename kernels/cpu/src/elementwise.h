@@ -97,14 +97,31 @@ void rotary_write(const float* qkv, const Batch& batch, int heads, const Rotary&
     });
 }
 
-// x[token] = table[token_ids[token]] * scale; width is a multiple of 16.
+// x[token] = table[token_ids[token] - first] * scale, zero where the table's `count` rows have none; width is a multiple
+// of 16.
 template <class T>
-void embed(const T* table, const Batch& batch, int width, float scale, float* x, int num_threads) {
+void embed(const T* table, int first, int count, const Batch& batch, int width, float scale, float* x,
+           int num_threads) {
     for_rows(batch.num_tokens, num_threads, [&](int begin, int end) {
         for (int token = begin; token < end; ++token) {
-            const T* row = table + static_cast<size_t>(batch.token_ids[token]) * width;
-            for (int i = 0; i < width; ++i) x[static_cast<size_t>(token) * width + i] = widen(row[i]) * scale;
+            const int index = batch.token_ids[token] - first;
+            float* to = x + static_cast<size_t>(token) * width;
+            if (index < 0 || index >= count) {
+                memset(to, 0, sizeof(float) * width);
+                continue;
+            }
+            const T* row = table + static_cast<size_t>(index) * width;
+            for (int i = 0; i < width; ++i) to[i] = widen(row[i]) * scale;
         }
+    });
+}
+
+// x += y, both of `count` floats, a multiple of 16.
+static inline void add_to(const float* y, size_t count, float* x, int num_threads) {
+    constexpr size_t kPiece = 16384;
+    for_tasks(static_cast<int>((count + kPiece - 1) / kPiece), num_threads, [&](int piece, int) {
+        const size_t end = std::min(count, (piece + 1) * kPiece);
+        for (size_t i = piece * kPiece; i < end; i += kLanes) store(x + i, load(x + i) + load(y + i));
     });
 }
 

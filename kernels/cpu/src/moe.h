@@ -13,9 +13,11 @@
 
 struct Experts {
     Linear router;  // [experts][hidden]
-    const Linear* gate_up;
+    const Linear* gate_up;  // of the experts held here
     const Linear* down;
     int count;  // 0: the layer has none
+    int first;  // held here: [first, first + held)
+    int held;
     int per_token;
     int intermediate;
     int renormalise;
@@ -65,7 +67,8 @@ struct Routing {
     }
 };
 
-// x [rows][hidden], normed; adds the mixture to `out` [rows][hidden], or stores it there.
+// x [rows][hidden], normed; adds the mixture to `out` [rows][hidden], or stores it there. Experts that are not held here
+// contribute nothing.
 template <class T>
 void mix_experts(const T* x, int rows, const Experts& experts, EpilogueKind activation, bool add, float* out,
                  int num_threads) {
@@ -80,14 +83,19 @@ void mix_experts(const T* x, int rows, const Experts& experts, EpilogueKind acti
     outputs.resize(count * hidden);
     linear(x, rows, experts.router, {kStore, logits.data(), static_cast<size_t>(experts.count)}, num_threads);
     routing.route(logits.data(), rows, experts);
-    for (size_t slot = 0; slot < count; ++slot)
+    const size_t first_slot = routing.starts[experts.first];
+    const size_t end_slot = routing.starts[experts.first + experts.held];
+    std::fill(outputs.begin(), outputs.begin() + first_slot * hidden, 0.0f);
+    std::fill(outputs.begin() + end_slot * hidden, outputs.end(), 0.0f);
+    for (size_t slot = first_slot; slot < end_slot; ++slot)
         memcpy(&gathered[slot * hidden], x + routing.tokens[slot] * hidden, sizeof(T) * hidden);
-    for (int expert = 0; expert < experts.count; ++expert) {
-        const int begin = routing.starts[expert], of_expert = routing.starts[expert + 1] - begin;
+    for (int index = 0; index < experts.held; ++index) {
+        const int begin = routing.starts[experts.first + index];
+        const int of_expert = routing.starts[experts.first + index + 1] - begin;
         if (of_expert == 0) continue;
         T* active = &activations[begin * width];
-        linear(&gathered[begin * hidden], of_expert, experts.gate_up[expert], {activation, active, width}, num_threads);
-        linear(active, of_expert, experts.down[expert], {kStore, &outputs[begin * hidden], hidden}, num_threads);
+        linear(&gathered[begin * hidden], of_expert, experts.gate_up[index], {activation, active, width}, num_threads);
+        linear(active, of_expert, experts.down[index], {kStore, &outputs[begin * hidden], hidden}, num_threads);
     }
     const int k = experts.per_token;
     const int* slots = routing.slots.data();

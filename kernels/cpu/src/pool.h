@@ -1,4 +1,5 @@
-// Addresses in the paged KV pool: block-major, each block [kv_head][layer][k|v][token][head_dim].
+// Addresses in the paged KV pool: block-major, each block [kv_head][layer][k|v][token][head_dim]. A pool may be a part
+// of a larger one: some of its heads and layers, its base being the first of these in block 0.
 #pragma once
 
 #include <cstddef>
@@ -9,14 +10,15 @@ constexpr int kBlockTokens = 16;
 template <class T> struct Pool {
     T* base;
     int kv_heads;
-    int layers;
     int head_dim;
+    int block_heads;  // of the whole block
+    int block_layers;
 
     size_t plane() const { return static_cast<size_t>(kBlockTokens) * head_dim; }
 
     // The keys of one block, [16][head_dim]; its values follow directly.
     T* keys(int block, int kv_head, int layer) const {
-        return base + ((static_cast<size_t>(block) * kv_heads + kv_head) * layers + layer) * 2 * plane();
+        return base + ((static_cast<size_t>(block) * block_heads + kv_head) * block_layers + layer) * 2 * plane();
     }
 };
 
