@@ -21,7 +21,8 @@ from services.worker.engine.batch import StepBuilder
 from services.worker.link_rates import LinkRates
 from services.worker.messages import Abort, Sampling, StepOutput, Submit
 from services.worker.model import torch_decoder
-from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.load import kv_layout, load_runner
+from services.worker.model.model_files import open_model
 from services.worker.model.runner import CpuRunner
 from services.worker.rates import Rates
 from services.worker.sampler import draw_tokens

@@ -34,7 +34,7 @@ from bench.serving import WORKLOADS
 from services.cli.ports import free_ports
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.gateway.text.text_model import load_text_model
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 
 RESULTS = Path(__file__).parent / "results" / "engine_peers.json"
 _IDLE_S = 3.0

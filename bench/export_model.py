@@ -23,7 +23,7 @@ from services.common.settings import ConfigurationError
 from services.common.text.gguf_tokenizer import load_gguf_tokenizer
 from services.worker.model.config import ModelConfig
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 
 _EOS, _BOS = "tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id"
 

@@ -35,7 +35,8 @@ from bench.family_pull import Pool, pull_now
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.common.telemetry import configure_logging
 from services.worker.model.layout import ComputeDtype
-from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.load import kv_layout, load_runner
+from services.worker.model.model_files import open_model
 from services.worker.model.step import StepInput
 
 RESULT_FILE = Path(__file__).parent / "results" / "families.json"

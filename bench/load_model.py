@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from bench.kv_table import Machine
 from services.common.artifacts.chunk_reader import CHUNK_BYTES, reading_threads
 from services.common.artifacts.manifest import make_manifest, manifest_path, write_manifest
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 
 _LAYERS, _HIDDEN, _INTERMEDIATE, _VOCAB, _HEADS, _KV_HEADS = 20, 2048, 5632, 32_000, 16, 4
 _ALIGNMENT = 4096

@@ -31,7 +31,8 @@ from services.worker.model.adapter import AdapterWeights, load_adapter
 from services.worker.model.config import ModelConfig
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool
 from services.worker.model.layout import ComputeDtype
-from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.load import kv_layout, load_runner
+from services.worker.model.model_files import open_model
 from services.worker.model.native_decoder import NativeDecoder
 from services.worker.model.runner import CpuRunner
 from services.worker.model.step import StepInput

@@ -18,7 +18,8 @@ import torch
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.gateway.text.text_model import load_text_model
 from services.worker.model.layout import CpuWeightDtype
-from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.load import kv_layout, load_runner
+from services.worker.model.model_files import open_model
 from services.worker.model.runner import CpuRunner
 from services.worker.model.step import StepInput
 

@@ -3,7 +3,8 @@
     WorkerError
     ├── Refused            the request cannot be served here; carries the gRPC status name
     ├── QueueFull          the queue is longer than the router's decision assumed (answered Stale)
-    ├── ChildDied          the engine or the mover has ended, or has fallen silent
+    ├── ChildDied          the engine, another rank or the mover has ended, or has fallen silent
+    ├── RankLost           another rank of the group is gone or out of step; ends the process that sees it
     └── StartFailed        a child could not start or a model not be loaded; one line
 
 `Refused.code` is the name of a gRPC status, the one table between domain and wire.
@@ -30,7 +31,11 @@ class QueueFull(WorkerError):
 
 
 class ChildDied(WorkerError):
-    """The engine or the mover has ended or no longer answers."""
+    """The engine, another rank or the mover has ended or no longer answers."""
+
+
+class RankLost(WorkerError):
+    """Another rank does not answer, or a step has broken off in its midst: nothing more can be computed together."""
 
 
 class StartFailed(WorkerError):

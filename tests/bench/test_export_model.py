@@ -13,7 +13,7 @@ from services.common.models import DEFAULT_MODEL, ModelSource, resolve_model
 from services.gateway.text.text_model import load_text_model
 from services.worker.model.config import RopeScaling
 from services.worker.model.errors import UnsupportedModel
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 
 TEXT = "Hello, wörld!  12345\n<|im_start|>user\n\tdef f(x):\n"
 

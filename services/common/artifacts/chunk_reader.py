@@ -36,7 +36,7 @@ class FileRead:
     size: its bytes; another size on the disk is refused. expected: digests of its chunks, None where nobody knows
     them. into(offset, size): writable memory for that range, in order and of that total size; None: memory of the
     reading thread, used again for its next chunk. then(offset, buffers): told of a chunk that has been read and, where
-    `expected` is there, verified.
+    `expected` is there, verified. chunks: which are read, None: all; the digests of others are empty.
     """
 
     path: Path
@@ -44,6 +44,7 @@ class FileRead:
     expected: Sequence[bytes] | None = None
     into: Callable[[int, int], Buffers] | None = None
     then: Callable[[int, Buffers], None] | None = None
+    chunks: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class _Reader:
 
     def _plan(self) -> Iterator[tuple[int, int]]:
         for number, read in enumerate(self._reads):
-            for index in range(num_chunks(read.size)):
+            for index in range(num_chunks(read.size)) if read.chunks is None else read.chunks:
                 yield number, index
 
     def _chunk(self, descriptors: list[int], found: list[list[bytes]], number: int, index: int) -> None:
@@ -142,8 +143,9 @@ class _Reader:
         size = min(CHUNK_BYTES, read.size - offset)
         buffers = read.into(offset, size) if read.into is not None else [self._scratch()[:size]]
         _read_exactly(read.path, descriptor, buffers, offset)
-        # What this thread is likely to read next comes while it digests.
-        os.posix_fadvise(descriptor, offset + self._threads * CHUNK_BYTES, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
+        if read.chunks is None:
+            # What this thread is likely to read next comes while it digests.
+            os.posix_fadvise(descriptor, offset + self._threads * CHUNK_BYTES, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
         digest = chunk_digest(buffers)
         if read.expected is not None and digest != read.expected[index]:
             raise InvalidArtifact(

@@ -29,8 +29,9 @@ from services.worker.model.device.triton_decoder import TritonDecoder
 from services.worker.model.digest import model_digest
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool
 from services.worker.model.layout import DeviceWeightDtype, KvDtype, KvLayout
-from services.worker.model.load import executed_format, open_model
+from services.worker.model.load import executed_format
 from services.worker.model.memory import MemoryMap, pool_blocks
+from services.worker.model.model_files import open_model
 from services.worker.model.runner import RunnerSpec
 from services.worker.model.step import StepInput
 from services.worker.model.weights import load_weights

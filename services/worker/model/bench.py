@@ -27,7 +27,8 @@ from kernels.cpu.probe import operations_per_s, read_bytes_per_s
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.worker.model.config import ModelConfig
 from services.worker.model.layout import ComputeDtype, CpuWeightDtype
-from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.load import kv_layout, load_runner
+from services.worker.model.model_files import open_model
 from services.worker.model.native_decoder import NativeDecoder
 from services.worker.model.runner import CpuRunner
 from services.worker.model.step import StepInput

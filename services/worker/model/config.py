@@ -69,7 +69,8 @@ class MoeConfig:
     """A mixture of experts in place of the MLP of every layer whose `sparse` is true.
 
     Router: softmax over all experts in float32, the `experts_per_token` largest, renormalised to one where
-    `renormalise`. intermediate_size: of one expert.
+    `renormalise`. intermediate_size: of one expert. A rank of a group may hold only num_held experts (0: all), from
+    first_held on; it routes to all.
     """
 
     num_experts: int
@@ -77,6 +78,13 @@ class MoeConfig:
     intermediate_size: int
     renormalise: bool
     sparse: tuple[bool, ...]
+    first_held: int = 0
+    num_held: int = 0
+
+    @property
+    def held(self) -> range:
+        """The experts whose weights are here."""
+        return range(self.first_held, self.first_held + (self.num_held or self.num_experts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from services.common.gguf_metadata import GGUF_ERRORS, GgufReader
 from services.worker.model.errors import InvalidWeights
+from services.worker.model.shard_source import RowsWanted
 
 DEFAULT_ALIGNMENT = 32
 # The format's own limit.
@@ -36,6 +37,15 @@ class GgufTensor:
     kind: gguf.GGMLQuantizationType
     data: npt.NDArray[np.uint8]
     offset: int
+
+    def rows(self, rows: range) -> GgufTensor:
+        """Some rows of its outermost dimension."""
+        if len(rows) == self.shape[0]:
+            return self
+        inner = math.prod(self.shape[1:-1])
+        data = self.data[rows.start * inner : rows.stop * inner]
+        offset = self.offset + rows.start * inner * self.data.shape[1]
+        return replace(self, shape=(len(rows), *self.shape[1:]), data=data, offset=offset)
 
     def dequantise(self) -> npt.NDArray[np.float32]:
         """The values in writable float32 memory, of `shape`. Raises InvalidWeights for an unknown quantisation."""
@@ -58,6 +68,12 @@ class GgufFile:
         tensors = {
             name: replace(tensor, data=data[name].reshape(tensor.data.shape)) for name, tensor in self.tensors.items()
         }
+        return GgufFile(self.metadata, tensors)
+
+    def trimmed(self, wanted: RowsWanted) -> GgufFile:
+        """The same file with the wanted rows of the wanted tensors alone. Raises InvalidWeights."""
+        rows = {name: wanted(name, tensor.shape) for name, tensor in self.tensors.items()}
+        tensors = {name: self.tensors[name].rows(part) for name, part in rows.items() if part is not None}
         return GgufFile(self.metadata, tensors)
 
     @property

@@ -55,9 +55,9 @@ class GgufSource:
     centred_norms = False
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
-        names = _layer_names(config)
+        names = layer_names_of(config)
         self._tensors = {
-            _hugging_face_name(name, names): tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS
+            hugging_face_name(name, names): tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS
         }
         self._config = config
 
@@ -79,7 +79,7 @@ def half_split_rows(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
-def _layer_names(config: ModelConfig) -> dict[str, str]:
+def layer_names_of(config: ModelConfig) -> dict[str, str]:
     """What the tensors of a layer are called; Phi-3's are joined, Gemma has norms after its layers too."""
     names = dict(_LAYER_NAMES)
     if config.post_norms:
@@ -89,7 +89,7 @@ def _layer_names(config: ModelConfig) -> dict[str, str]:
     return names
 
 
-def _hugging_face_name(name: str, layer_names: dict[str, str]) -> str:
+def hugging_face_name(name: str, layer_names: dict[str, str]) -> str:
     """The name in Hugging Face's scheme; unknown names stay, and are refused as left over."""
     match = _LAYER_TENSOR.fullmatch(name)
     if match and match[2] in _EXPERT_NAMES and match[3] == "weight":

@@ -55,6 +55,11 @@ class KvPool:
         flat = torch.frombuffer(view, dtype=dtype, count=count)
         return cls(flat.view(num_blocks, *layout.block_shape), layout)
 
+    def part(self, kv_heads: range, layers: range) -> KvPool:
+        """A view of some heads and layers of every block; its layout is that of the whole block."""
+        blocks = self.blocks[:, kv_heads.start : kv_heads.stop, layers.start : layers.stop]
+        return KvPool(blocks, self.layout, self.scales)
+
     @property
     def num_blocks(self) -> int:
         return len(self.blocks)

@@ -29,6 +29,8 @@ from services.worker.model.config import ModelConfig, RopeConfig
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.native_adapters import NativeAdapters
 from services.worker.model.rope import rotary_tables
+from services.worker.model.seam import Seam
+from services.worker.model.summing_call import SummingCall
 from services.worker.model.weights import ExpertWeights, LayerWeights, MlpWeights, ModelWeights, embedding_scale
 
 
@@ -37,7 +39,7 @@ class NativeDecoder:
 
     integers: the weights of all linear layers are rounded to it, the vocabulary head's too (to INT8 where the others
     are INT4); embeddings and routers stay in the compute dtype. Raises ValueError where a layer's shape has no such
-    form.
+    form. seam: of a rank of a group, whose part the other arguments are.
     """
 
     def __init__(
@@ -48,11 +50,15 @@ class NativeDecoder:
         num_positions: int,
         integers: IntegerFormat | None = None,
         adapter_slots: int = 0,
+        seam: Seam | None = None,
     ) -> None:
         self.backend = f"native {library.instruction_set()}"
         self.part_seconds: torch.Tensor | None = None
         self._config = config
         self.adapters = NativeAdapters(config, adapter_slots)
+        self._seam = seam
+        self._summing = SummingCall(seam) if seam is not None and seam.sums else None
+        self._headed = seam is None or seam.is_last
         self._integers: IntegerFormat | None = integers
         self.pool = pool.blocks
         self._kept: list[object] = []
@@ -74,12 +80,17 @@ class NativeDecoder:
             attention_softcap=config.attention_softcap,
             logit_softcap=config.logit_softcap,
             embedding_scale=embedding_scale(config, self.pool.dtype),
-            embedding=self._keep(weights.embedding),
+            embedding=self._keep(weights.embedding) if len(weights.embedding) else None,
+            first_token=0 if seam is None else seam.first_token,
+            num_tokens=len(weights.embedding),
             layers=cast(self._layers, POINTER(LayerStruct)),
             final_norm=self._keep(weights.final_norm),
-            head=self._linear(weights.head, integers="int8" if integers == "int4" else integers),
             adapters=self.adapters.address,
         )
+        if self._headed:
+            self._model.head = self._linear(weights.head, integers="int8" if integers == "int4" else integers)
+        if self._summing is not None:
+            self._model.sum_over_ranks = self._summing.function
         self._embedding_bytes = weights.embedding.numel() * weights.embedding.element_size()
         self._scratch: dict[str, torch.Tensor] = {}
         self._num_logits = 0
@@ -88,12 +99,18 @@ class NativeDecoder:
         """See Decoder."""
         if batch.adapters is not None:
             self.adapters.check(batch.adapters.tolist())
-        logits = torch.empty(len(batch.logit_rows), self._config.vocab_size)
+        logits = torch.empty(len(batch.logit_rows), self._config.vocab_size if self._headed else 0)
         scratch = self._scratch_for(batch)
         scratch.logits = logits.data_ptr()
         if self.part_seconds is not None:
             scratch.seconds = cast(self.part_seconds.data_ptr(), POINTER(c_double))
-        library.forward(self._model, batch, self.pool, scratch, num_threads=num_threads)
+        if self._seam is not None and not self._seam.is_first:
+            self._seam.receive(self._residual(batch))
+        if not library.forward(self._model, batch, self.pool, scratch, num_threads=num_threads):
+            assert self._summing is not None
+            raise self._summing.error()
+        if self._seam is not None and not self._seam.is_last:
+            self._seam.send(self._residual(batch))
         self._num_logits = len(logits)
         return logits
 
@@ -102,6 +119,10 @@ class NativeDecoder:
         # The pass ends with the head's product, which has read them from there.
         size = self._config.hidden_size
         return self._scratch["normed"][: self._num_logits * size].view(self._num_logits, size).float()
+
+    def _residual(self, batch: PagedBatch) -> torch.Tensor:
+        hidden = self._config.hidden_size
+        return self._scratch["residual"][: batch.num_tokens * hidden].view(-1, hidden)
 
     def time_parts(self) -> torch.Tensor:
         """From now on, add up where time goes: float64 [3] seconds in linear layers, attention and the rest."""
@@ -170,6 +191,8 @@ class NativeDecoder:
             gate_up=self._array([self._gate_up(expert) for expert in experts]),
             down=self._array([self._linear(expert.down, integers=self._integers) for expert in experts]),
             count=moe.num_experts,
+            first=moe.first_held,
+            held=len(moe.held),
             per_token=moe.experts_per_token,
             intermediate=moe.intermediate_size,
             renormalise=moe.renormalise,
@@ -191,7 +214,7 @@ class NativeDecoder:
             query=self._grown("query", tokens * query_size, dtype),
             activation=self._grown("activation", tokens * max(config.intermediate_size, query_size), dtype),
             projected=self._grown("projected", tokens * config.hidden_size, torch.float32)
-            if config.post_norms
+            if config.post_norms or self._summing is not None
             else None,
             gains=None
             if batch.adapters is None

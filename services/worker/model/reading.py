@@ -7,13 +7,13 @@ apart for each tensor, so that what is converted and dropped is given back while
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from services.common.artifacts.chunk_reader import Buffers, FileRead, Progress, read_files
+from services.common.artifacts.chunk_reader import CHUNK_BYTES, Buffers, FileDigest, FileRead, Progress, read_files
 from services.common.artifacts.errors import InvalidArtifact
 from services.common.artifacts.manifest import Manifest, expected_entries, file_size, weights_digest
 from services.worker.model.errors import InvalidWeights
@@ -45,6 +45,27 @@ class LoadedWeights:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class SharedReading:
+    """What one of several readers reads, and how it gets the other chunks' digests.
+
+    chunks: of each file the numbers of those that it reads. merge: called once, with the digests of these.
+    """
+
+    chunks: Sequence[Sequence[int]]
+    merge: Callable[[list[FileDigest]], list[FileDigest]]
+
+
+def touched_chunks(file: WeightFile) -> set[int]:
+    """The chunks of a file that hold bytes of its extents."""
+    return {
+        chunk
+        for one in file.extents
+        if one.size
+        for chunk in range(one.offset // CHUNK_BYTES, (one.offset + one.size - 1) // CHUNK_BYTES + 1)
+    }
+
+
 def read_weights(
     files: Sequence[WeightFile],
     manifest: Manifest | None = None,
@@ -52,11 +73,13 @@ def read_weights(
     progress: Progress | None = None,
     pinned: bool = False,
     threads: int | None = None,
+    share: SharedReading | None = None,
 ) -> LoadedWeights:
     """Read all files. manifest: what they must be, where that is known. pinned: memory that a GPU copies from.
 
-    progress: told the bytes read, from any thread. Raises InvalidWeights naming the file, and the chunk that differs;
-    then nothing of it is used. Files of the manifest that hold no weights (configuration, tokenizer) are verified too.
+    progress: told the bytes read, from any thread. share: where several processes read the files together. Raises
+    InvalidWeights naming the file, and the chunk that differs; then nothing of it is used. Files of the manifest that
+    hold no weights (configuration, tokenizer) are verified too.
     """
     tensors = {
         extent.name: torch.empty(extent.size, dtype=torch.uint8, pin_memory=pinned)
@@ -64,7 +87,12 @@ def read_weights(
         for extent in file.extents
     }
     try:
-        digests = read_files(_reads(files, manifest, tensors), progress=progress, threads=threads)
+        reads = _reads(files, manifest, tensors)
+        if share is not None:
+            reads = [replace(read, chunks=chunks) for read, chunks in zip(reads, share.chunks, strict=True)]
+        digests = read_files(reads, progress=progress, threads=threads)
+        if share is not None:
+            digests = share.merge(digests)
         if manifest is not None:
             _verify_others(files, manifest)
     except InvalidArtifact as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from services.common.artifacts.regular_file import read_document
 from services.common.artifacts.safetensors_header import StoredTensor, read_safetensors_header
 from services.worker.model.errors import InvalidWeights
 from services.worker.model.reading import Extent, WeightFile
+from services.worker.model.shard_source import RowsWanted
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -53,12 +56,23 @@ class SafetensorsFolder:
                 if tensor.name in self.stored:
                     raise InvalidWeights(f"tensor {tensor.name} occurs in two files")
                 self.stored[tensor.name] = tensor
-            self.files.append(WeightFile(path, tuple(Extent(one.name, one.offset, one.size) for one in tensors)))
+            self.files.append(WeightFile(path, tuple(map(_extent, tensors))))
             lacking = next(
                 (name for name, file in expected.items() if file == path.name and name not in self.stored), ""
             )
             if lacking:
                 raise InvalidWeights(f"{path.name} lacks tensor {lacking}, which {INDEX_FILE} places there")
+
+    def trimmed(self, wanted: RowsWanted) -> SafetensorsFolder:
+        """The same folder with the wanted rows of the wanted tensors alone. Raises InvalidWeights."""
+        found = copy.copy(self)
+        rows = {name: wanted(name, tensor.shape) for name, tensor in self.stored.items()}
+        found.stored = {name: _rows_of(self.stored[name], part) for name, part in rows.items() if part is not None}
+        kept = [[found.stored[one.name] for one in file.extents if one.name in found.stored] for file in self.files]
+        found.files = [
+            WeightFile(file.path, tuple(map(_extent, tensors))) for file, tensors in zip(self.files, kept, strict=True)
+        ]
+        return found
 
 
 class SafetensorsSource:
@@ -77,6 +91,22 @@ class SafetensorsSource:
     def read(self, name: str) -> torch.Tensor:
         stored = self._stored[name]
         return self._data[name].view(DTYPES[stored.dtype]).view(stored.shape)
+
+
+def _extent(tensor: StoredTensor) -> Extent:
+    return Extent(tensor.name, tensor.offset, tensor.size)
+
+
+def _rows_of(tensor: StoredTensor, rows: range) -> StoredTensor:
+    if not tensor.shape or len(rows) == tensor.shape[0]:
+        return tensor
+    row_bytes = tensor.size // tensor.shape[0]
+    return replace(
+        tensor,
+        shape=(len(rows), *tensor.shape[1:]),
+        offset=tensor.offset + rows.start * row_bytes,
+        size=len(rows) * row_bytes,
+    )
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -24,7 +24,7 @@ class TextPart:
         self._source = source
         names = source.names()
         others = _OTHER_PARTS if any(name.startswith(tuple(_PREFIXES)) for name in names) else ()
-        self._stored = {_text_name(name): name for name in names if not name.startswith(others)}
+        self._stored = {text_name(name): name for name in names if not name.startswith(others)}
 
     def names(self) -> set[str]:
         return set(self._stored)
@@ -33,7 +33,8 @@ class TextPart:
         return self._source.read(self._stored[name])
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
+    """The name that a tensor of the language model has in a checkpoint of its own; others keep theirs."""
     for prefix, plain in _PREFIXES.items():
         if name.startswith(prefix):
             return plain + name[len(prefix) :]

@@ -18,6 +18,7 @@ from kernels.rotary import rotary_write
 from services.worker.model.config import ModelConfig
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.rope import rotary_tables
+from services.worker.model.seam import Seam
 from services.worker.model.torch_adapters import TorchAdapters
 from services.worker.model.weights import ExpertWeights, LayerWeights, MlpWeights, ModelWeights, embedding_scale
 
@@ -28,10 +29,18 @@ class TorchDecoder:
     backend = "torch"
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, pool: KvPool, num_positions: int, adapter_slots: int = 0
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        pool: KvPool,
+        num_positions: int,
+        adapter_slots: int = 0,
+        seam: Seam | None = None,
     ) -> None:
+        """seam: of a rank of a group, whose part the other arguments are."""
         self.adapters = TorchAdapters(adapter_slots)
         self._config = config
+        self._seam = seam
         self._weights = weights
         self.pool = pool.blocks
         self._embedding_scale = embedding_scale(config, self.pool.dtype)
@@ -45,10 +54,14 @@ class TorchDecoder:
         """See Decoder."""
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
-        x = self._weights.embedding[torch.from_numpy(batch.token_ids).long()].float() * self._embedding_scale
+        x = self._entered(batch)
         for index, layer in enumerate(self._weights.layers):
-            x = x + self._post_norm(self._attention(x, index, layer, batch), layer.attention_post_norm)
-            x = x + self._post_norm(self._mlp(x, index, layer, batch), layer.mlp_post_norm)
+            attended = self._summed(self._attention(x, index, layer, batch))
+            x = x + self._post_norm(attended, layer.attention_post_norm)
+            x = x + self._post_norm(self._summed(self._mlp(x, index, layer, batch)), layer.mlp_post_norm)
+        if self._seam is not None and not self._seam.is_last:
+            self._seam.send(x)
+            return x.new_empty(len(batch.logit_rows), 0)
         rows = x[torch.from_numpy(batch.logit_rows).long()]
         self._hidden = self._norm(rows, self._weights.final_norm)
         logits = linear(self._hidden, self._weights.head)
@@ -58,6 +71,25 @@ class TorchDecoder:
     def hidden(self) -> torch.Tensor:
         """See Decoder."""
         return self._hidden.float()
+
+    def _entered(self, batch: PagedBatch) -> torch.Tensor:
+        """The residual stream before the first layer."""
+        tokens, table, seam = torch.from_numpy(batch.token_ids).long(), self._weights.embedding, self._seam
+        if seam is None:
+            return table[tokens].float() * self._embedding_scale
+        if not seam.is_first:
+            received = torch.empty(len(tokens), self._config.hidden_size)
+            seam.receive(received)
+            return received
+        rows = tokens - seam.first_token
+        here = (rows >= 0) & (rows < len(table))
+        embedded = table[rows.clamp(0, len(table) - 1)].float() * self._embedding_scale
+        return self._summed(embedded * here[:, None])
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        if self._seam is not None and self._seam.sums:
+            self._seam.sum(x)
+        return x
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight, eps=self._config.rms_norm_eps, dtype=self.pool.dtype)
@@ -128,4 +160,5 @@ class TorchDecoder:
             k=moe.experts_per_token,
             renormalise=moe.renormalise,
             activation=self._config.activation,
+            first=moe.first_held,
         )

@@ -48,7 +48,10 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """E experts of size I. router: [E, hidden]; gate_up: [E, 2 I, hidden], gate first; down: [E, hidden, I]."""
+    """E experts of size I. router: [E, hidden]; gate_up: [E, 2 I, hidden], gate first; down: [E, hidden, I].
+
+    A rank that holds only some experts has the others in its router alone.
+    """
 
     router: torch.Tensor
     gate_up: torch.Tensor
@@ -77,7 +80,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embedding and head: [vocab_size, hidden]; the same tensor when tied."""
+    """embedding and head: [vocab_size, hidden]; the same tensor when tied. Without rows where another rank has them."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -90,17 +93,25 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
     return torch.tensor(config.embedding_scale, dtype=dtype).item()
 
 
-def load_weights(source: TensorSource, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Read and check all weights. Raises InvalidWeights naming a tensor that is missing, misshapen or left over."""
+def load_weights(
+    source: TensorSource, config: ModelConfig, dtype: torch.dtype, *, first: bool = True, last: bool = True
+) -> ModelWeights:
+    """Read and check all weights. Raises InvalidWeights naming a tensor that is missing, misshapen or left over.
+
+    first, last: whether the layers are the model's first, behind its embedding, and its last, before norm and head.
+    """
     offset = 1.0 if source.centred_norms and config.architecture in _CENTRED_NORMS else 0.0
     reader = _Reader(source, config, dtype, offset)
-    embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    nothing = torch.empty(0, config.hidden_size, dtype=dtype)
+    embedding = head = nothing
+    if first:
+        embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     layers = tuple(reader.layer(index) for index in range(config.num_layers))
-    final_norm = reader.norm("model.norm.weight", config.hidden_size)
-    head = embedding
+    final_norm = reader.norm("model.norm.weight", config.hidden_size) if last else torch.empty(0)
     if config.tie_embeddings:
+        head = embedding
         reader.used.add("lm_head.weight")
-    else:
+    elif last:
         head = reader.matrix("lm_head.weight", config.vocab_size, config.hidden_size)
     left_over = sorted(name for name in source.names() - reader.used if not name.endswith("rotary_emb.inv_freq"))
     if left_over:
@@ -162,11 +173,11 @@ class _Reader:
     def _experts(self, layer: str) -> ExpertWeights:
         moe, hidden = self._config.moe, self._config.hidden_size
         assert moe is not None
-        count, size = moe.num_experts, moe.intermediate_size
+        count, size = len(moe.held), moe.intermediate_size
         where, *names = next(
             (s for s in _EXPERT_SCHEMES if f"{layer}{s[0]}gate.weight" in self._present), _EXPERT_SCHEMES[1]
         )
-        router = self.matrix(f"{layer}{where}gate.weight", count, hidden)
+        router = self.matrix(f"{layer}{where}gate.weight", moe.num_experts, hidden)
         prefix = f"{layer}{where}experts."
         if f"{prefix}gate_up_proj" in self._present:
             gate_up = self._stacked(f"{prefix}gate_up_proj", (count, 2 * size, hidden))
@@ -179,10 +190,10 @@ class _Reader:
         gate_up = torch.empty(count, 2 * size, hidden, dtype=self._dtype)
         down = torch.empty(count, hidden, size, dtype=self._dtype)
         gate_name, up_name, down_name = names
-        for expert in range(count):
-            gate_up[expert, :size] = self.matrix(f"{prefix}{expert}.{gate_name}.weight", size, hidden)
-            gate_up[expert, size:] = self.matrix(f"{prefix}{expert}.{up_name}.weight", size, hidden)
-            down[expert] = self.matrix(f"{prefix}{expert}.{down_name}.weight", hidden, size)
+        for place, expert in enumerate(moe.held):
+            gate_up[place, :size] = self.matrix(f"{prefix}{expert}.{gate_name}.weight", size, hidden)
+            gate_up[place, size:] = self.matrix(f"{prefix}{expert}.{up_name}.weight", size, hidden)
+            down[place] = self.matrix(f"{prefix}{expert}.{down_name}.weight", hidden, size)
         return ExpertWeights(router, gate_up, down)
 
     def _joined(self, prefix: str, joined: str, parts: Sequence[tuple[str, int]], columns: int) -> torch.Tensor:

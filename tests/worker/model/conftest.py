@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from services.worker.model.layout import KvDtype
-from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.load import kv_layout, load_runner
+from services.worker.model.model_files import open_model
 from services.worker.model.runner import CpuRunner
 
 NUM_BLOCKS = 300

@@ -22,7 +22,8 @@ from services.worker.model.adapter import AdapterWeights, load_adapter
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import Decoder
 from services.worker.model.kv_pool import KvPool
-from services.worker.model.load import kv_layout, open_model
+from services.worker.model.load import kv_layout
+from services.worker.model.model_files import open_model
 from services.worker.model.native_decoder import NativeDecoder
 from services.worker.model.step_check import StepLimits, checked_batch
 from services.worker.model.torch_decoder import TorchDecoder

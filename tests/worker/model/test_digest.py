@@ -9,7 +9,7 @@ import pytest
 
 from services.worker.model.config import ModelConfig, RopeScaling
 from services.worker.model.digest import model_digest
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 from services.worker.model.reading import WeightFile, read_weights
 
 

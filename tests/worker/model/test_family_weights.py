@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.family_models import GEMMA3_ROPE, SHAPE, VOCAB_SIZE, make_model, quiet, save_model
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 from services.worker.model.weights import ExpertWeights, load_weights
 
 from .conftest import loaded

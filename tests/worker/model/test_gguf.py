@@ -14,7 +14,7 @@ from services.worker.model.errors import InvalidWeights, UnsupportedModel
 from services.worker.model.gguf_config import parse_gguf_config
 from services.worker.model.gguf_file import read_gguf
 from services.worker.model.gguf_source import half_split_rows
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 
 FIELDS: dict[str, int | float] = {
     "block_count": 1,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from services.worker.model.errors import InvalidWeights, UnsupportedModel
 from services.worker.model.hf_config import parse_hf_config, read_hf_config
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 
 from .conftest import loaded
 from .steps import Chunk, run

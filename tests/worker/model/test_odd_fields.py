@@ -23,7 +23,7 @@ from services.worker.model.errors import InvalidWeights, UnsupportedModel
 from services.worker.model.gguf_config import parse_gguf_config
 from services.worker.model.gguf_file import GgufFile, GgufTensor
 from services.worker.model.hf_config import parse_hf_config
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 from services.worker.model.rope import rotary_tables
 
 ODD: tuple[Any, ...] = (

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from bench.family_models import SHAPE
 from services.common.artifacts.manifest import CHUNK_BYTES, MANIFEST_NAME
 from services.worker.model.errors import ModelError
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 from services.worker.model.safetensors_source import INDEX_FILE, SINGLE_FILE
 
 NAME = "model.embed_tokens.weight"

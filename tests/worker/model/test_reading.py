@@ -17,7 +17,7 @@ from services.common.artifacts.manifest import make_manifest, manifest_path, wri
 from services.common.artifacts.safetensors_header import ITEM_BYTES
 from services.worker.model.errors import InvalidWeights
 from services.worker.model.gguf_file import read_gguf
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 from services.worker.model.reading import Extent, WeightFile, read_weights
 from services.worker.model.safetensors_source import DTYPES
 

@@ -13,7 +13,8 @@ from services.common.settings import ConfigurationError
 from services.worker.config import WorkerSettings, check_settings
 from services.worker.model.errors import UnsupportedModel
 from services.worker.model.layout import ComputeDtype, CpuWeightDtype
-from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.load import kv_layout, load_runner
+from services.worker.model.model_files import open_model
 from services.worker.model.runner import CpuRunner
 
 from .steps import Chunk, run, run_in_chunks

@@ -23,7 +23,8 @@ from services.common.transfer.heads import HeadRange
 from services.common.transfer.protocol import STOP_HEADS, PeerAddress
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.layout import KvLayout
-from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.load import kv_layout, load_runner
+from services.worker.model.model_files import open_model
 from services.worker.model.runner import CpuRunner
 from services.worker.mover_messages import PullDone, PushDone
 from tests.common.transfer.blocks import chain, payload

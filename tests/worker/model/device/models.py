@@ -12,7 +12,7 @@ from services.worker.model.config import ModelConfig
 from services.worker.model.device.triton_decoder import TritonDecoder
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool
 from services.worker.model.layout import ComputeDtype, DeviceWeightDtype, KvDtype, KvLayout
-from services.worker.model.load import open_model
+from services.worker.model.model_files import open_model
 from services.worker.model.torch_decoder import TorchDecoder
 from services.worker.model.weights import ModelWeights, load_weights
 
