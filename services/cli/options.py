@@ -31,6 +31,9 @@ class MeshOptions(BaseModel):
     device: Literal["cpu", "cuda"] | None = None
     dtype: Literal["bfloat16", "float32"] | None = None
     weight_dtype: Literal["dtype", "int8", "int8-dynamic", "int4", "float8"] | None = None
+    tensor_parallel: int | None = Field(None, ge=1, le=64)
+    pipeline_parallel: int | None = Field(None, ge=1, le=64)
+    expert_parallel: int | None = Field(None, ge=1, le=64)
     kv_cache_mb: int | None = Field(None, ge=1)
     kvstore_mb: int | None = Field(None, ge=1)
     kvstore_ssd_mb: int | None = Field(None, ge=16)

@@ -181,6 +181,9 @@ class Planner:
             *_flag("dtype", options.dtype),
             *_flag("weight-dtype", options.weight_dtype),
             *_flag("threads", options.threads),
+            *_flag("tensor-parallel", options.tensor_parallel),
+            *_flag("pipeline-parallel", options.pipeline_parallel),
+            *_flag("expert-parallel", options.expert_parallel),
             *_flag("kv-cache-bytes", _bytes(options.kv_cache_mb)),
         )
 

@@ -16,11 +16,14 @@ from services.worker.model.layout import ComputeDtype, KvDtype, WeightDtype
 
 # As a model: wait to be told one.
 NO_MODEL = "none"
+# Of one replica.
+MOST_RANKS = 64
 # Settings of what a simulated worker does not do.
 _NOT_SIMULATED = frozenset(
     {
         *("device", "weight_dtype", "threads", "exact", "kv_dtype", "kv_cache_fraction", "staging_bytes"),
         *("max_adapters", "max_adapter_rank", "max_adapter_waiting", "adapter_wait_s", "pooling"),
+        *("tensor_parallel", "pipeline_parallel", "expert_parallel"),
         *("push", "max_push_blocks", "repush_bytes_per_s", "node_ramp_s", "max_served_blocks"),
     }
 )
@@ -79,7 +82,18 @@ class WorkerSettings(ServiceSettings):
         description="What the weights of linear layers are rounded to, with dtype bfloat16; int8-dynamic on cpu, "
         "float8 on cuda without exact mode.",
     )
-    threads: int = Field(0, ge=0, le=1024, description="Compute threads; 0: one for each core.")
+    threads: int = Field(
+        0, ge=0, le=1024, description="Compute threads, shared out to the processes that compute; 0: one for each core."
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="Processes that share every layer of the model: heads, inner columns, vocabulary."
+    )
+    pipeline_parallel: int = Field(
+        1, ge=1, le=64, description="Groups of such processes, each of which has some of the layers."
+    )
+    expert_parallel: int = Field(
+        1, ge=1, le=64, description="Parts of the experts, each with tensor_parallel processes; all share the rest."
+    )
     exact: Literal["auto", "on", "off"] = Field(
         "auto", description="Results that do not depend on the batch; auto: on on cpu, off on cuda."
     )
@@ -158,6 +172,11 @@ class WorkerSettings(ServiceSettings):
         return self.speculation_tokens if self.speculation == "ngram" else 0
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that compute."""
+        return self.tensor_parallel * self.pipeline_parallel * self.expert_parallel
+
+    @property
     def pushes_blocks(self) -> bool:
         """Whether blocks are offered to a kvstore node."""
         return self.push != "off" and self.engine != "sim"
@@ -177,6 +196,7 @@ def check_settings(settings: WorkerSettings) -> None:
         raise ConfigurationError(f"worker: max_adapters={settings.max_adapters}: adapters are served on cpu alone")
     if settings.pooling != "none" and settings.device != "cpu":
         raise ConfigurationError(f"worker: pooling='{settings.pooling}': needs device='cpu'")
+    _check_ranks(settings)
     if 0 < settings.kv_cache_bytes < 2**20:
         raise ConfigurationError(f"worker: kv_cache_bytes={settings.kv_cache_bytes}: at least 1048576, or 0")
     if settings.max_running > settings.step_token_budget:
@@ -198,6 +218,27 @@ def _check_simulation(settings: WorkerSettings) -> None:
 def _refuse(settings: WorkerSettings, names: Set[str], reason: str) -> None:
     for name in sorted(names):
         raise ConfigurationError(f"worker: {name}={getattr(settings, name)!r}: {reason}")
+
+
+def _check_ranks(settings: WorkerSettings) -> None:
+    sizes = {name: getattr(settings, name) for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel")}
+    name = next((name for name, size in sizes.items() if size > 1), "")
+    if not name:
+        return
+    asked = f"worker: {name}={sizes[name]}"
+    if settings.device != "cpu":
+        raise ConfigurationError(f"{asked}: needs device='cpu', on cuda a replica is one process")
+    if settings.staging_bytes:
+        raise ConfigurationError(f"{asked}: the ranks compute in the shared pool itself, which staging_bytes forbids")
+    if settings.weight_dtype != "dtype" and settings.tensor_parallel * settings.expert_parallel > 1:
+        # Scales would be those of a part of a row: another model under the same digest.
+        raise ConfigurationError(f"{asked}: needs weight_dtype='dtype'; pipeline_parallel alone takes any")
+    if settings.max_adapters and "max_adapters" in settings.model_fields_set:
+        raise ConfigurationError(f"{asked}: max_adapters={settings.max_adapters}: adapters are served by one process")
+    if settings.pooling != "none" and settings.pipeline_parallel > 1:
+        raise ConfigurationError(f"{asked}: pooling='{settings.pooling}': needs pipeline_parallel=1")
+    if settings.num_ranks > MOST_RANKS:
+        raise ConfigurationError(f"{asked}: {settings.num_ranks} processes in all, at most {MOST_RANKS}")
 
 
 def _check_weights(settings: WorkerSettings) -> None:

@@ -103,6 +103,14 @@ class EngineFailed(Message, frozen=True):
     kind: str = ""
 
 
+class RankReady(Message, frozen=True):
+    """A rank other than 0 has its part of the model."""
+
+
+class RankAlive(Message, frozen=True):
+    """A rank other than 0 is between two steps."""
+
+
 class EngineLoad(Message, frozen=True):
     """Fields and meaning of proto WorkerLoad; sent at admissions, finishes, ends of pulls and at least every 200 ms.
 
@@ -153,6 +161,7 @@ class BlockChanges(Message, frozen=True):
 
 
 FromFrontToEngine = Configure | Submit | Resume | Abort | DrainEngine | PushTarget
+FromRankToFront = RankReady | RankAlive | EngineFailed
 FromEngineToFront = (
     EngineReady
     | EngineFailed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -60,13 +60,17 @@ class Front:
         child_silence_s: float,
         departure_s: float,
         node_failing: Callable[[NodeFailing], None],
+        ranks: Sequence[Part] = (),
     ) -> None:
-        """departure_s: for which a reader that is asked to go on elsewhere keeps others from being asked."""
+        """departure_s: for which a reader that is asked to go on elsewhere keeps others from being asked. ranks: the
+        other processes that compute, where the engine is one of several.
+        """
         self.board = board
         self.streams = streams
         self.metrics = metrics
         self._engine = engine
         self._mover = mover
+        self._ranks = ranks
         self._announcer = announcer
         self._child_silence_s = child_silence_s
         self._node_failing = node_failing
@@ -80,6 +84,7 @@ class Front:
         now = time.monotonic()
         self.board.engine_heard(now)
         self.board.mover_heard(now)
+        self.board.ranks_heard_s = {rank.role: now for rank in self._ranks}
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump_engine())
@@ -87,6 +92,9 @@ class Front:
                 group.create_task(self._check_silence())
                 group.create_task(self._engine.watch())
                 group.create_task(self._mover.watch())
+                for rank in self._ranks:
+                    group.create_task(self._pump_rank(rank))
+                    group.create_task(rank.watch())
         except* (ChildDied, ConnectionError) as errors:
             detail = str(next((e for e in errors.exceptions if isinstance(e, ChildDied)), errors.exceptions[0]))
             self.board.ready = False
@@ -172,6 +180,11 @@ class Front:
             elif isinstance(message, NodeFailing):
                 self._node_failing(message)
 
+    async def _pump_rank(self, rank: Part) -> None:
+        while True:
+            await rank.link.receive_all()
+            self.board.ranks_heard_s[rank.role] = time.monotonic()
+
     def _take_engine(self, message: Message) -> None:
         match message:
             case StepOutput(choices=choices, completed=completed):
@@ -229,7 +242,9 @@ class Front:
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
             silences_s = self.board.silences_s(time.monotonic())
-            for part, silence_s in zip((self._engine, self._mover), silences_s, strict=True):
+            # The ranks first: while one is stopped in the midst of a step, the engine is silent as well.
+            parts = (*self._ranks, self._engine, self._mover)
+            for part, silence_s in zip(parts, silences_s, strict=True):
                 if silence_s > self._child_silence_s:
                     kill(part)
                     raise ChildDied(f"the {part.role} has said nothing for {silence_s:.1f} s")

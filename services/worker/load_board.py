@@ -1,6 +1,6 @@
 """The replica's present load, and the watchers who are told of it: every 250 ms, and at once when something changes.
 
-A replica whose engine or mover has fallen silent reports nothing, which is how watchers learn of it. The engine speaks
+A replica of which a process has fallen silent reports nothing, which is how watchers learn of it. The engine speaks
 every 100 ms, or 200 ms while it has no requests; what the front repeats after its last word only delays the watchers'
 own limit of 1 s, so that is little.
 """
@@ -52,12 +52,15 @@ class LoadBoard:
         self._mover_silence_s = mover_silence_s
         self._engine_heard_s = 0.0
         self._mover_heard_s = 0.0
+        # Of ranks other than the engine, by role.
+        self.ranks_heard_s: dict[str, float] = {}
         self._watchers: set[Watcher] = set()
 
     def reset(self) -> None:
         """A new replica begins: nothing is known of it, and nobody watches it yet."""
         self.load = None
         self.ready = self.draining = False
+        self.ranks_heard_s = {}
         self._watchers.clear()
 
     def publish(self, load: EngineLoad) -> None:
@@ -73,14 +76,14 @@ class LoadBoard:
         """The mover has said something."""
         self._mover_heard_s = now
 
-    def silences_s(self, now: float) -> tuple[float, float]:
-        """How long the engine and the mover have been silent."""
-        return now - self._engine_heard_s, now - self._mover_heard_s
+    def silences_s(self, now: float) -> list[float]:
+        """How long the other ranks in their order, the engine and the mover have been silent."""
+        return [now - heard_s for heard_s in (*self.ranks_heard_s.values(), self._engine_heard_s, self._mover_heard_s)]
 
     def is_silent(self, now: float) -> bool:
         """Whether a child has been silent for so long that it may be stopped."""
-        engine, mover = self.silences_s(now)
-        return engine > self._engine_silence_s or mover > self._mover_silence_s
+        *computing, mover = self.silences_s(now)
+        return max(computing) > self._engine_silence_s or mover > self._mover_silence_s
 
     def set_draining(self) -> None:
         """No admissions from now on."""

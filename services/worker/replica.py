@@ -24,9 +24,10 @@ from services.common.tokenizer_digest import tokenizer_digest
 from services.worker.children import Child, Part, SharedParts, secret_environment, start_child
 from services.worker.config import WorkerSettings
 from services.worker.engine.config import EngineConfig
-from services.worker.engine_messages import Configure, EngineFailed, EngineReady, FromEngineToFront, LoadProgress
+from services.worker.engine_messages import Configure, EngineFailed, EngineReady, LoadProgress, RankReady
 from services.worker.errors import StartFailed
 from services.worker.mover_messages import FromMoverToFront, MoverReady
+from services.worker.ranks import start_engines, together
 
 _MOVER_TIMEOUT_S = 30.0
 _ROLES = {
@@ -48,11 +49,14 @@ class Replica:
     engine_ready: EngineReady
     mover: Part
     mover_ready: MoverReady
+    # The other processes that compute, where the engine is one of several.
+    ranks: tuple[Part, ...] = ()
 
     @property
     def child_pids(self) -> dict[str, int]:
         """Processes of the parts that have one, by role."""
-        return {part.role: part.pid for part in (self.engine, self.mover) if part.pid is not None}
+        parts = (self.engine, *self.ranks, self.mover)
+        return {part.role: part.pid for part in parts if part.pid is not None}
 
 
 async def start_replica(
@@ -70,14 +74,17 @@ async def start_replica(
         return await _start_simulated(settings, source, secret, worker_id, epoch, stack)
     parts = SharedParts()
     stack.callback(parts.close)
-    engine = await _start_engine(settings, source, parts, worker_id)
-    stack.push_async_callback(engine.end)
+    mover_fd = parts.engine_end.fileno()
+    config = engine_config(settings, source, worker_id, front_fd=-1, mover_fd=mover_fd, pool_fd=parts.pool_fd)
+    engine, ranks = await start_engines(settings, config, (mover_fd, parts.pool_fd), stack)
     engine.link.send(Configure(secret.block_key))
-    engine_ready = _of_revision(
-        await _first_message(engine, EngineReady, settings.start_timeout_s, progress), settings.revision
+    ready, *_ = await together(
+        _first_message(engine, EngineReady, settings.start_timeout_s, progress),
+        *(_first_message(rank, RankReady, settings.start_timeout_s) for rank in ranks),
     )
+    engine_ready = _of_revision(ready, settings.revision)
     mover, mover_ready = await _running_mover(settings, parts, engine_ready, worker_id, epoch, stack)
-    return Replica(worker_id, epoch, source, engine, engine_ready, mover, mover_ready)
+    return Replica(worker_id, epoch, source, engine, engine_ready, mover, mover_ready, ranks)
 
 
 async def _start_simulated(
@@ -166,28 +173,6 @@ def location_record(replica: Replica, settings: WorkerSettings, *, address: str,
 def host_name(settings: WorkerSettings) -> str:
     """Name by which locations on one host know each other."""
     return settings.advertise_host or settings.listen.rpartition(":")[0]
-
-
-async def _start_engine(settings: WorkerSettings, source: ModelSource, parts: SharedParts, worker_id: str) -> Child:
-    front_end, child_end = socket.socketpair()
-    config = engine_config(
-        settings,
-        source,
-        worker_id,
-        front_fd=child_end.fileno(),
-        mover_fd=parts.engine_end.fileno(),
-        pool_fd=parts.pool_fd,
-    )
-    return await start_child(
-        "engine",
-        "services.worker.engine",
-        msgspec.json.encode(config),
-        front_end=front_end,
-        child_end=child_end,
-        fds=(parts.engine_end.fileno(), parts.pool_fd),
-        receives=FromEngineToFront,
-        environment={},
-    )
 
 
 def engine_config(

@@ -71,6 +71,7 @@ class Serving:
             child_silence_s=settings.child_silence_s,
             departure_s=min(_MAX_DEPARTURE_S, settings.drain_deadline_s * _DEPARTURE_SHARE),
             node_failing=self._keeper.failing,
+            ranks=replica.ranks,
         )
 
     async def run_until(self, end: asyncio.Event) -> None:

@@ -89,7 +89,7 @@ def test_silence_of_either_child_shows() -> None:
     assert board.is_silent(11.1)
     board.engine_heard(13.05)
     assert board.is_silent(13.1)
-    assert board.silences_s(14.0) == (pytest.approx(0.95), pytest.approx(4.0))
+    assert board.silences_s(14.0) == [pytest.approx(0.95), pytest.approx(4.0)]
 
 
 def test_spans_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,15 @@ def up(
     threads: Annotated[
         int | None, typer.Option(help="Compute threads of a worker. (default: the cores shared out)")
     ] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Processes of a worker that share every layer. (default: 1)")
+    ] = None,
+    pipeline_parallel: Annotated[
+        int | None, typer.Option(help="Groups of these, each with some of the layers. (default: 1)")
+    ] = None,
+    expert_parallel: Annotated[
+        int | None, typer.Option(help="Parts of a worker's experts, in processes of their own. (default: 1)")
+    ] = None,
     kv_cache_mb: Annotated[int | None, typer.Option(help="KV cache of a worker, MiB. (default: 1024)")] = None,
     kvstore_mb: Annotated[int | None, typer.Option(help="Memory of a kvstore node, MiB. (default: 1024)")] = None,
     kvstore_ssd_mb: Annotated[
@@ -103,6 +112,9 @@ def up(
         dtype=dtype,
         weight_dtype=weight_dtype,
         threads=threads,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=expert_parallel,
         kv_cache_mb=kv_cache_mb,
         kvstore_mb=kvstore_mb,
         kvstore_ssd_mb=kvstore_ssd_mb,

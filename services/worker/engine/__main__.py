@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import signal
 import socket
 import sys
@@ -19,25 +18,25 @@ from llguidance import LLTokenizer
 from services.common.grammars import grammar_tokenizer
 from services.common.models import ModelSource
 from services.common.process import die_with_parent
-from services.common.settings import ConfigurationError
 from services.common.telemetry import configure_logging
 from services.common.text.model_tokenizer import load_tokenizer
 from services.worker.core import CoreLimits, EngineCore
 from services.worker.engine.adapters import Adapters, adapter_loader
 from services.worker.engine.benchmark import Benchmark, measure
 from services.worker.engine.config import EngineConfig
-from services.worker.engine.gpu import DeviceUnavailable
 from services.worker.engine.grammars import Grammars
 from services.worker.engine.limits import core_limits
 from services.worker.engine.load_progress import memory_figures
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.open import OpenReplica, open_replica
+from services.worker.engine.rank_process import run_rank
 from services.worker.engine.sampled import Sampled
+from services.worker.engine.start import cannot_start, prepare_torch
 from services.worker.engine_messages import Configure, EngineFailed, EngineReady, FromFrontToEngine
+from services.worker.errors import RankLost
 from services.worker.ipc import Link, wait_links
 from services.worker.link_rates import LinkRates
 from services.worker.messages import Message
-from services.worker.model.errors import ModelError
 from services.worker.model.kv_pool import TORCH_DTYPES
 from services.worker.mover_messages import FromMoverToEngine
 from services.worker.rates import Rates
@@ -57,29 +56,25 @@ def main(argv: Sequence[str]) -> int:
     die_with_parent(config.parent_pid)
     configure_logging("worker", f"{config.instance}/engine", config.log_level)
     front: Link[Message] = Link(socket.socket(fileno=config.front_fd), FromFrontToEngine)
+    if config.ranks is not None and config.ranks.rank:
+        return run_rank(config, config.ranks, front)
     mover: Link[Message] = Link(socket.socket(fileno=config.mover_fd), FromMoverToEngine)
     try:
         loop = _load(config, front, mover)
     except Exception as error:
-        kind = type(error).__name__
-        # What is wrong with a model, a device or a size is said in its one line.
-        told = _log.error if isinstance(error, ModelError | DeviceUnavailable | ConfigurationError) else _log.exception
-        told("the engine cannot start", reason=str(error), kind=kind)
-        front.send(EngineFailed(f"{kind}: {error}".splitlines()[0], kind))
+        front.send(cannot_start(error))
         return 1
     try:
         loop.run()
     except ConnectionError:
         _log.info("front or mover has gone")
-    except RuntimeError as error:
+    except (RankLost, RuntimeError) as error:
         front.send(EngineFailed(str(error).splitlines()[0]))
     return 1
 
 
 def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> EngineLoop:
-    threads = config.threads or os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    torch.set_grad_enabled(False)
+    threads = prepare_torch(config.threads)
     block_key = _receive_key(front)
     opened = open_replica(config, threads, front.send)
     runner, spec = opened.runner, opened.runner.spec

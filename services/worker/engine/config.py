@@ -10,12 +10,29 @@ from services.worker.admission import Pooling
 from services.worker.model.layout import ComputeDtype, KvDtype, WeightDtype
 
 
+class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The place of an engine in a group. Ranks by kind of parallelism; its own number.
+
+    link_fds: on rank 0 the links to the others in their order, on these the one to rank 0. store_fd: an empty file in
+    which the ranks find each other. timeout_s: of whatever one waits for from another.
+    """
+
+    tensor: int
+    pipeline: int
+    expert: int
+    rank: int
+    link_fds: tuple[int, ...]
+    store_fd: int
+    timeout_s: float
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything but the block key, which comes as a message. Fds are inherited and named by number.
 
     kv_cache_bytes: size of the pool; num_blocks, where it is not 0, goes before it; what 0 means, here and for
     staging_bytes, WorkerSettings says. speculation_tokens 0: nothing is drafted. max_context 0: the model's own.
-    threads 0: as many as there are cores.
+    threads 0: as many as there are cores. ranks: None of an engine that is alone; mover_fd is no descriptor on ranks
+    other than 0.
     """
 
     parent_pid: int
@@ -54,3 +71,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_push_blocks: int
     repush_bytes_per_s: float
     max_served_blocks: int
+    ranks: RankConfig | None = None

@@ -22,6 +22,7 @@ from services.worker.drawing import read_rows
 from services.worker.draws import DrawRow, Draws, ReadRow
 from services.worker.engine.batch import StepBuilder
 from services.worker.engine_messages import EngineLoad
+from services.worker.errors import RankLost
 from services.worker.ipc import Link, wait_links
 from services.worker.messages import Abort, Message, Resume, Submit
 from services.worker.model.step import StepInput
@@ -76,7 +77,11 @@ class EngineLoop:
         self._failed_steps = 0
 
     def run(self) -> None:
-        """Serve for ever. Raises ConnectionError when front or mover is gone, RuntimeError when steps keep failing."""
+        """Serve for ever.
+
+        Raises ConnectionError when front or mover is gone, RankLost when a rank is, RuntimeError when steps keep
+        failing.
+        """
         while True:
             progressed = self.turn()
             if not progressed:
@@ -132,6 +137,9 @@ class EngineLoop:
         """Hand a step to the runner; False when it cannot be run."""
         try:
             self._runner.submit(self._builder.build(chunks))
+        except RankLost:
+            # Its requests are not at fault: they go on elsewhere, as those of any worker that dies.
+            raise
         except Exception as error:
             self._fail(chunks, error)
             return False
@@ -141,6 +149,8 @@ class EngineLoop:
         """Wait for the step in flight, draw and commit."""
         try:
             draws = self._runner.draw(self._core.draw_rows(chunks), read_rows(chunks))
+        except RankLost:
+            raise
         except Exception as error:
             self._fail(chunks, error)
             return

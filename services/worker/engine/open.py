@@ -7,7 +7,6 @@ where the pool is not shared (on CUDA, or on CPU where staging_bytes asks for it
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +19,21 @@ from services.worker.block_transfers import BlockTransfers, SharedTransfers
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.gpu import cuda_device
 from services.worker.engine.load_progress import ProgressTeller
+from services.worker.engine.memory import cpu_pool, served_context, share_memory
 from services.worker.engine_messages import LoadProgress
 from services.worker.model.adapter import AdapterTable
 from services.worker.model.device.block_copier import PoolCopier
 from services.worker.model.device.timeline import CpuTimeline
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.layout import KvLayout
-from services.worker.model.load import kv_layout, load_runner, open_model
+from services.worker.model.load import load_runner
+from services.worker.model.model_files import open_model
 from services.worker.model.runner import RunnerSpec
 from services.worker.model.step import Runner
+from services.worker.parallel.join import join_ranks
+from services.worker.parallel.runner import ParallelRunner
 from services.worker.staging import StagedTransfers
 
-DEFAULT_POOL_BYTES = 2**30
 DEFAULT_STAGING_BYTES = 2**30
 
 
@@ -57,8 +59,12 @@ class OpenReplica:
 def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgress], None]) -> OpenReplica:
     """Size and map the memory, load the model. tell: how far that is, from any thread.
 
-    Raises ModelError, DeviceUnavailable, ConfigurationError, ValueError, or OSError.
+    Raises ModelError, DeviceUnavailable, ConfigurationError, ValueError, OSError, or RankLost.
     """
+    if config.ranks is not None:
+        joined = join_ranks(config, config.ranks, threads, tell)
+        runner = ParallelRunner(joined.runner, joined.group, joined.links)
+        return OpenReplica(runner, SharedTransfers(), runner.spec.num_blocks)
     if config.device == "cuda":
         device = cuda_device()
         # Needs Triton, which machines without a GPU need not have.
@@ -74,11 +80,7 @@ def _open_cpu(config: EngineConfig, threads: int, tell: Callable[[LoadProgress],
     path = Path(config.model_path)
     files = open_model(path)
     model = files.config
-    context = min(config.max_context or model.max_positions, model.max_positions)
-    layout = kv_layout(model, config.dtype)
-    num_blocks = config.num_blocks or layout.num_blocks(config.kv_cache_bytes or DEFAULT_POOL_BYTES)
-    if num_blocks < 1:
-        raise ConfigurationError(f"kv_cache_bytes={config.kv_cache_bytes}: a block takes {layout.block_bytes}")
+    layout, num_blocks = cpu_pool(config, model)
     pool_bytes = layout.pool_bytes(num_blocks)
     staging = map_staging(config.pool_fd, layout, config.staging_bytes) if config.staging_bytes else None
     pool_buffer = share_memory(config.pool_fd, pool_bytes) if staging is None else mmap.mmap(-1, pool_bytes)
@@ -88,7 +90,7 @@ def _open_cpu(config: EngineConfig, threads: int, tell: Callable[[LoadProgress],
         weight_dtype=config.weight_dtype,
         pool_buffer=pool_buffer,
         num_threads=threads,
-        served_context=context,
+        served_context=served_context(config, model),
         max_step_tokens=config.step_token_budget,
         staging_bytes=0 if staging is None else staging.nbytes,
         adapter_slots=config.max_adapters,
@@ -99,12 +101,6 @@ def _open_cpu(config: EngineConfig, threads: int, tell: Callable[[LoadProgress],
         return OpenReplica(runner, SharedTransfers(), num_blocks, adapters)
     copier = PoolCopier(KvPool(runner.decoder.pool, layout), staging, CpuTimeline())
     return OpenReplica(runner, StagedTransfers(copier, len(staging)), len(staging), adapters)
-
-
-def share_memory(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """Size the file that the mover has too, and map it."""
-    os.ftruncate(descriptor, num_bytes)
-    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
 
 
 def map_staging(descriptor: int, layout: KvLayout, num_bytes: int) -> torch.Tensor:

@@ -1,0 +1,135 @@
+"""The ranks of a replica as torch.distributed sees them: gloo over the loopback interface.
+
+Sums are gathered from all ranks of a stage and added in the order of the ranks, so that every rank has the same bits
+and a row's do not depend on what stands beside it; gloo's own sum adds in an order that depends on the place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from services.worker.errors import RankLost
+from services.worker.model.shard import Shard
+
+# Gloo otherwise takes the interface of the host's name, which others can reach.
+_INTERFACE = ("GLOO_SOCKET_IFNAME", "lo")
+_TAG = 0
+# Its stubs lack most of what it has.
+_distributed: Any = dist
+
+
+class Group:
+    """Ranks (model/rank_loading.py): what one rank has of the group."""
+
+    def __init__(self, shard: Shard, store_fd: int, timeout_s: float) -> None:
+        """Wait for all ranks. store_fd: an empty file that all of them have, open until `close` or the process's end.
+        timeout_s: of every operation, this one too. Raises RankLost.
+        """
+        os.environ.setdefault(*_INTERFACE)
+        self.shard = shard
+        self._gathered = torch.empty(0)
+        size, timeout = shard.parallelism.stage_size, timedelta(seconds=timeout_s)
+        with _peers_answer():
+            # Opened anew by every rank: locks on a descriptor that was inherited would be everybody's.
+            store = _distributed.FileStore(f"/proc/self/fd/{store_fd}", shard.parallelism.num_ranks)
+            self._all = _gloo("all", store, shard.rank, shard.parallelism.num_ranks, timeout)
+            self._stage = _gloo(f"stage {shard.stage}", store, shard.place, size, timeout)
+
+    @property
+    def sums(self) -> bool:
+        """See Seam."""
+        return self.shard.parallelism.stage_size > 1
+
+    @property
+    def is_first(self) -> bool:
+        """See Seam."""
+        return self.shard.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """See Seam."""
+        return self.shard.is_last
+
+    @property
+    def first_token(self) -> int:
+        """See Seam."""
+        return self.shard.vocabulary.start
+
+    def sum(self, values: torch.Tensor) -> None:
+        """See Seam."""
+        flat, size = values.view(-1), self.shard.parallelism.stage_size
+        if self._gathered.numel() < size * len(flat):
+            self._gathered = torch.empty(size * len(flat))
+        parts = self._gathered[: size * len(flat)].view(size, -1)
+        with _peers_answer():
+            self._stage.allgather([list(parts)], [flat]).wait()
+        torch.add(parts[0], parts[1], out=flat)
+        for part in parts[2:]:
+            flat += part
+
+    def receive(self, residual: torch.Tensor) -> None:
+        """See Seam."""
+        self._receive(residual, self.shard.rank - self.shard.parallelism.stage_size)
+
+    def send(self, residual: torch.Tensor) -> None:
+        """See Seam."""
+        self._send(residual.contiguous(), self.shard.rank + self.shard.parallelism.stage_size)
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """See Ranks."""
+        parts = [torch.empty_like(values) for _ in range(self.shard.parallelism.num_ranks)]
+        with _peers_answer():
+            self._all.allgather([parts], [values]).wait()
+        return parts
+
+    def send_logits(self, logits: torch.Tensor) -> None:
+        """Of a rank of the last stage: float32 [L, its part of the vocabulary], L above 0, to rank 0."""
+        self._send(logits, 0)
+
+    def receive_logits(self, own: torch.Tensor) -> torch.Tensor:
+        """Of rank 0: float32 [L, vocab_size] from the ranks of the last stage, of which it may be one with `own`.
+
+        own: [L, ...], so that L is known to a rank 0 that has no logits too.
+        """
+        shard = self.shard
+        logits = own.new_empty(len(own), shard.whole.vocab_size)
+        last = shard.parallelism.num_ranks - shard.parallelism.stage_size
+        for rank in range(last, shard.parallelism.num_ranks) if len(own) else ():
+            part, found = Shard(shard.whole, shard.parallelism, rank).vocabulary, own
+            if rank:
+                found = own.new_empty(len(own), len(part))
+                self._receive(found, rank)
+            logits[:, part.start : part.stop] = found
+        return logits
+
+    def close(self) -> None:
+        """Leave the group; nothing can be exchanged any more."""
+        del self._all, self._stage
+
+    def _send(self, values: torch.Tensor, rank: int) -> None:
+        with _peers_answer():
+            self._all.send([values], rank, _TAG).wait()
+
+    def _receive(self, values: torch.Tensor, rank: int) -> None:
+        with _peers_answer():
+            self._all.recv([values], rank, _TAG).wait()
+
+
+def _gloo(name: str, store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:
+    # Not init_process_group, whose groups are the process's: what is made here ends with its owner.
+    return _distributed.ProcessGroupGloo(_distributed.PrefixStore(name, store), rank, num_ranks, timeout)
+
+
+@contextmanager
+def _peers_answer() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"another rank does not answer: {str(error).splitlines()[0]}") from error
