@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_step_without_logits_and_a_malformed_one(tmp_path: Path) -> None:
         step = make_step([Chunk(TOKENS, 0, TABLE)], last_only=True)
         with pytest.raises(ValueError, match="outside the vocabulary"):
             group.runner.submit(make_step([Chunk([VOCAB_SIZE], 0, [0])]))
-        group.runner.submit(type(step)(*(getattr(step, name) for name in step.__slots__[:-1]), step.logit_rows[:0]))
+        group.runner.submit(replace(step, logit_rows=step.logit_rows[:0]))
         assert group.runner.collect().shape == (0, VOCAB_SIZE)
         group.runner.submit(step)
         assert group.runner.collect().isfinite().all()
