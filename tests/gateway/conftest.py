@@ -64,7 +64,11 @@ class Mesh:
         """All data of an OpenAI call. body: an object or raw bytes."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         call = getattr(self.openai, path)(HttpBody(content_type="application/json", data=raw), **options)
-        return b"".join([message.data async for message in call])
+        try:
+            return b"".join([message.data async for message in call])
+        finally:
+            # A task that is cancelled before its first read leaves the call to the garbage collector.
+            call.cancel()
 
     async def chat(self, text: str = "hi", **fields: Any) -> dict[str, Any]:
         """An unstreamed chat completion."""
