@@ -66,7 +66,11 @@ def finish(
     Raises OSError, and Superseded where another run has ended it or has taken it over.
     """
     store.note_finalizing(record, now_s)
+    generation = results.generation
     results.refresh()
+    if results.generation != generation:
+        # The files of a later generation are for its own run to make, and to remove.
+        raise Superseded
     made = _ResultFiles(store, record, results)
     try:
         made.write(lines, status)

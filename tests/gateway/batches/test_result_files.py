@@ -1,0 +1,76 @@
+"""Who ends a batch with which files, when two runs of it overlap and when the file system fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.gateway.batches.batch_store import BatchStore
+from services.gateway.batches.file_store import FileLimits, FileStore
+from services.gateway.batches.input_lines import InputLines, check_lines
+from services.gateway.batches.layout import Layout, new_batch_id
+from services.gateway.batches.line_run import LineAnswer, result_line
+from services.gateway.batches.records import COMPLETED, BatchRecord, Final
+from services.gateway.batches.result_files import finish
+from services.gateway.batches.result_log import ResultWriter, Superseded, begin_generation
+
+NOW_S = 1_000_000.0
+TENANT, URL, LINES = "one", "/v1/completions", 3
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BatchStore:
+    files = FileStore(Layout(tmp_path), FileLimits(10_000, 10_000, max_tenant_files=9, life_s=60.0))
+    made = BatchStore(files, max_open=2)
+    made.prepare()
+    return made
+
+
+def new_batch(store: BatchStore) -> tuple[BatchRecord, InputLines]:
+    """A batch whose lines are in order."""
+    upload = store.files.begin(TENANT)
+    for number in range(LINES):
+        line = {"custom_id": str(number), "method": "POST", "url": URL, "body": {}}
+        upload.write(msgspec.json.encode(line) + b"\n")
+    file = upload.finish("in", "batch", NOW_S, 60.0)
+    upload.discard()
+    record = BatchRecord(
+        id=new_batch_id(),
+        tenant=TENANT,
+        tenant_generation=0,
+        endpoint=URL,
+        input_file_id=file.id,
+        completion_window="24h",
+        created_at=int(NOW_S),
+        expires_at=int(NOW_S) + 60,
+    )
+    store.create(record, NOW_S)
+    return record, check_lines(store.input(record), URL, LINES)
+
+
+def answer_all(record: BatchRecord, writer: ResultWriter) -> None:
+    for number in range(LINES):
+        writer.append(number, result_line(record, number, str(number), LineAnswer(200, "r", b"{}")), is_ok=True)
+
+
+def output(store: BatchStore, final: Final) -> list[bytes]:
+    """Lines of the file that a batch has ended with."""
+    assert final.output_file_id is not None
+    with store.files.open(TENANT, final.output_file_id, NOW_S) as file:
+        return file.readlines()
+
+
+def test_a_run_that_is_taken_over_at_its_end_leaves_the_files_to_the_next(store: BatchStore) -> None:
+    record, lines = new_batch(store)
+    first, writer = begin_generation(store.folder(record))
+    answer_all(record, writer)
+    second, other = begin_generation(store.folder(record))
+    with pytest.raises(Superseded):
+        finish(store, record, lines, first, COMPLETED, NOW_S)
+    final = finish(store, record, lines, second, COMPLETED, NOW_S)
+    assert len(output(store, final)) == LINES
+    assert store.get(TENANT, record.id).final == final
+    writer.close()
+    other.close()
