@@ -124,6 +124,10 @@ class BatchStore:
         self.close(record)
         return is_first
 
+    def final(self, record: BatchRecord) -> Final | None:
+        """How it has ended, if it has."""
+        return _read(self.folder(record) / _FINAL, Final)
+
     def close(self, record: BatchRecord) -> None:
         """Of one that is over, let go of what only a run needs. Idempotent."""
         folder = self.folder(record)
@@ -135,7 +139,7 @@ class BatchStore:
     def sweep(self, tenant: str, now_s: float, life_s: float) -> None:
         """Remove batches that ended so long ago, and what was announced and never came."""
         for record in self.all(tenant):
-            final = _read(self.folder(record) / _FINAL, Final)
+            final = self.final(record)
             if final is not None and now_s >= final.at + life_s:
                 remove_folder(self.folder(record))
         for batch_id, owner in self.open_batches().items():

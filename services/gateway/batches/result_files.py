@@ -78,7 +78,10 @@ def finish(
         if not store.finish(record, final):
             raise Superseded
     except BaseException:
-        made.discard(results.generation)
+        # The batch may have ended before what went wrong: with these files, then they stay.
+        ended = store.final(record)
+        if ended is None or not made.are_of(ended):
+            made.discard(results.generation)
         raise
     for older in range(1, results.generation):
         made.discard(older)
@@ -124,6 +127,11 @@ class _ResultFiles:
             error_file_id=self._publish(_ERROR, now_s),
             usage=self._usage,
         )
+
+    def are_of(self, final: Final) -> bool:
+        """Whether the batch has ended with files of this generation."""
+        ids = {kind: self._id(kind, self._results.generation) for kind in self._counts}
+        return final.output_file_id == ids[_OUTPUT] or final.error_file_id == ids[_ERROR]
 
     def discard(self, generation: int) -> None:
         """Remove the files of a generation that has not ended the batch."""

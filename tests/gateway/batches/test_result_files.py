@@ -74,3 +74,37 @@ def test_a_run_that_is_taken_over_at_its_end_leaves_the_files_to_the_next(store:
     assert store.get(TENANT, record.id).final == final
     writer.close()
     other.close()
+
+
+def test_files_that_a_batch_has_ended_with_stay_whatever_fails_after_it(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, lines = new_batch(store)
+    results, writer = begin_generation(store.folder(record))
+    answer_all(record, writer)
+    writer.close()
+
+    def fail(_: object) -> None:
+        raise OSError("no longer there")
+
+    monkeypatch.setattr(store, "close", fail)
+    with pytest.raises(OSError, match="no longer there"):
+        finish(store, record, lines, results, COMPLETED, NOW_S)
+    final = store.final(record)
+    assert final is not None
+    assert len(output(store, final)) == LINES
+
+
+def test_files_of_a_batch_that_could_not_end_go(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, lines = new_batch(store)
+    results, writer = begin_generation(store.folder(record))
+    answer_all(record, writer)
+    writer.close()
+
+    def fail(*_: object) -> bool:
+        raise OSError("full")
+
+    monkeypatch.setattr(store, "finish", fail)
+    with pytest.raises(OSError, match="full"):
+        finish(store, record, lines, results, COMPLETED, NOW_S)
+    assert [file.id for file in store.files.all(TENANT, NOW_S)] == [record.input_file_id]
