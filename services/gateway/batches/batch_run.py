@@ -22,7 +22,7 @@ from services.gateway.batches.metrics import BatchMetrics
 from services.gateway.batches.pace import Pace
 from services.gateway.batches.records import CANCELLED, COMPLETED, EXPIRED, FAILED, BatchRecord, Checked, Final
 from services.gateway.batches.result_files import finish
-from services.gateway.batches.result_log import ResultWriter, begin_generation
+from services.gateway.batches.result_log import ResultWriter
 from services.gateway.batches.turns import Turns
 from services.gateway.core import Core
 from services.gateway.errors import GatewayError, shape_of
@@ -75,7 +75,7 @@ class BatchRun:
             self._ended(errors)
             return
         await parts.disk.run(parts.store.note_checked, record, Checked(int(parts.clock()), len(lines)))
-        results, writer = await parts.disk.run_long(begin_generation, parts.store.folder(record))
+        results, writer = await parts.disk.run_long(parts.store.begin, record)
         try:
             if results.generation > 1:
                 parts.metrics.taken_over()

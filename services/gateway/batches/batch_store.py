@@ -20,7 +20,7 @@ from services.gateway.batches.durable import create, make_folder
 from services.gateway.batches.file_store import FileStore, remove_folder
 from services.gateway.batches.layout import Layout, is_batch_id
 from services.gateway.batches.records import BatchRecord, BatchState, Checked, Final, Mark
-from services.gateway.batches.result_log import Results
+from services.gateway.batches.result_log import Results, ResultWriter, Superseded, begin_generation
 from services.gateway.errors import ObjectNotFound, StateConflict, TenantLimitExceeded
 
 _RECORD, _CHECKED, _CANCELLING, _FINALIZING, _FINAL = "record", "checked", "cancelling", "finalizing", "final"
@@ -109,6 +109,18 @@ class BatchStore:
     def is_cancelling(self, record: BatchRecord) -> bool:
         """Whether a client wants it to end."""
         return (self.folder(record) / _CANCELLING).exists()
+
+    def begin(self, record: BatchRecord) -> tuple[Results, ResultWriter]:
+        """The next generation of its results. Raises Superseded where another was faster, or has ended it."""
+        results, writer = begin_generation(self.folder(record))
+        with contextlib.ExitStack() as stack:
+            stack.callback(writer.close)
+            # The logs of a batch that is over go, and what begins without them would pass for its first generation.
+            if self.final(record) is not None:
+                self.close(record)
+                raise Superseded
+            stack.pop_all()
+        return results, writer
 
     def note_checked(self, record: BatchRecord, checked: Checked) -> None:
         """Its lines are in order."""

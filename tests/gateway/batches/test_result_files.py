@@ -14,7 +14,7 @@ from services.gateway.batches.layout import Layout, new_batch_id
 from services.gateway.batches.line_run import LineAnswer, result_line
 from services.gateway.batches.records import COMPLETED, BatchRecord, Final
 from services.gateway.batches.result_files import finish
-from services.gateway.batches.result_log import ResultWriter, Superseded, begin_generation
+from services.gateway.batches.result_log import ResultWriter, Superseded, generations
 
 NOW_S = 1_000_000.0
 TENANT, URL, LINES = "one", "/v1/completions", 3
@@ -64,9 +64,9 @@ def output(store: BatchStore, final: Final) -> list[bytes]:
 
 def test_a_run_that_is_taken_over_at_its_end_leaves_the_files_to_the_next(store: BatchStore) -> None:
     record, lines = new_batch(store)
-    first, writer = begin_generation(store.folder(record))
+    first, writer = store.begin(record)
     answer_all(record, writer)
-    second, other = begin_generation(store.folder(record))
+    second, other = store.begin(record)
     with pytest.raises(Superseded):
         finish(store, record, lines, first, COMPLETED, NOW_S)
     final = finish(store, record, lines, second, COMPLETED, NOW_S)
@@ -80,7 +80,7 @@ def test_files_that_a_batch_has_ended_with_stay_whatever_fails_after_it(
     store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, lines = new_batch(store)
-    results, writer = begin_generation(store.folder(record))
+    results, writer = store.begin(record)
     answer_all(record, writer)
     writer.close()
 
@@ -97,7 +97,7 @@ def test_files_that_a_batch_has_ended_with_stay_whatever_fails_after_it(
 
 def test_files_of_a_batch_that_could_not_end_go(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
     record, lines = new_batch(store)
-    results, writer = begin_generation(store.folder(record))
+    results, writer = store.begin(record)
     answer_all(record, writer)
     writer.close()
 
@@ -108,3 +108,15 @@ def test_files_of_a_batch_that_could_not_end_go(store: BatchStore, monkeypatch: 
     with pytest.raises(OSError, match="full"):
         finish(store, record, lines, results, COMPLETED, NOW_S)
     assert [file.id for file in store.files.all(TENANT, NOW_S)] == [record.input_file_id]
+
+
+def test_a_run_that_comes_once_the_batch_is_over_begins_nothing(store: BatchStore) -> None:
+    record, lines = new_batch(store)
+    results, writer = store.begin(record)
+    answer_all(record, writer)
+    writer.close()
+    final = finish(store, record, lines, results, COMPLETED, NOW_S)
+    with pytest.raises(Superseded):
+        store.begin(record)
+    assert generations(store.folder(record)) == []
+    assert len(output(store, final)) == LINES
