@@ -50,8 +50,10 @@ class BatchStore:
         make_folder(self._layout.tenants)
 
     def create(self, record: BatchRecord, now_s: float) -> BatchState:
-        """Raises ObjectNotFound for the input file, and TenantLimitExceeded."""
+        """Raises ObjectNotFound for the input file, TenantLimitExceeded and StorageQuotaExceeded."""
         tenant = record.tenant
+        # Results are never refused, so whoever has no room left begins none.
+        self.files.check_quota(tenant)
         if sum(owner == tenant for owner in self.open_batches().values()) >= self._max_open:
             raise TenantLimitExceeded(f"{self._max_open} batches of this tenant are not over")
         try:

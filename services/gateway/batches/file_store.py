@@ -52,13 +52,16 @@ class FileStore:
 
     def begin(self, tenant: str) -> Upload:
         """A file that is being written. Raises StorageQuotaExceeded."""
-        folder = self.layout.files(tenant)
-        make_folder(folder)
+        make_folder(self.layout.files(tenant))
+        self.check_quota(tenant, new_files=1)
+        return Upload(self, tenant)
+
+    def check_quota(self, tenant: str, *, new_files: int = 0) -> None:
+        """Raise StorageQuotaExceeded where a tenant has more than it may, or would have with so many files more."""
         used_bytes, count = self.used(tenant)
-        if count >= self.limits.max_tenant_files:
+        if count + new_files > self.limits.max_tenant_files:
             raise StorageQuotaExceeded(f"this tenant has {count} files, as many as it may; delete some")
         self.check_room(used_bytes)
-        return Upload(self, tenant)
 
     def check_room(self, used_bytes: int) -> None:
         """Raise StorageQuotaExceeded where a tenant uses more than it may."""

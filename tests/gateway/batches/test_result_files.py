@@ -12,9 +12,10 @@ from services.gateway.batches.file_store import FileLimits, FileStore
 from services.gateway.batches.input_lines import InputLines, check_lines
 from services.gateway.batches.layout import Layout, new_batch_id
 from services.gateway.batches.line_run import LineAnswer, result_line
-from services.gateway.batches.records import COMPLETED, BatchRecord, Final
+from services.gateway.batches.records import COMPLETED, BatchRecord, FileRecord, Final
 from services.gateway.batches.result_files import finish
 from services.gateway.batches.result_log import ResultWriter, Superseded, generations
+from services.gateway.errors import StorageQuotaExceeded
 
 NOW_S = 1_000_000.0
 TENANT, URL, LINES = "one", "/v1/completions", 3
@@ -28,15 +29,19 @@ def store(tmp_path: Path) -> BatchStore:
     return made
 
 
-def new_batch(store: BatchStore) -> tuple[BatchRecord, InputLines]:
-    """A batch whose lines are in order."""
+def new_file(store: BatchStore) -> FileRecord:
+    """Lines that are in order."""
     upload = store.files.begin(TENANT)
     for number in range(LINES):
         line = {"custom_id": str(number), "method": "POST", "url": URL, "body": {}}
         upload.write(msgspec.json.encode(line) + b"\n")
     file = upload.finish("in", "batch", NOW_S, 60.0)
     upload.discard()
-    record = BatchRecord(
+    return file
+
+
+def batch_of(file: FileRecord) -> BatchRecord:
+    return BatchRecord(
         id=new_batch_id(),
         tenant=TENANT,
         tenant_generation=0,
@@ -46,6 +51,11 @@ def new_batch(store: BatchStore) -> tuple[BatchRecord, InputLines]:
         created_at=int(NOW_S),
         expires_at=int(NOW_S) + 60,
     )
+
+
+def new_batch(store: BatchStore) -> tuple[BatchRecord, InputLines]:
+    """A batch that has not begun."""
+    record = batch_of(new_file(store))
     store.create(record, NOW_S)
     return record, check_lines(store.input(record), URL, LINES)
 
@@ -120,3 +130,13 @@ def test_a_run_that_comes_once_the_batch_is_over_begins_nothing(store: BatchStor
         store.begin(record)
     assert generations(store.folder(record)) == []
     assert len(output(store, final)) == LINES
+
+
+def test_a_tenant_without_room_begins_no_batch(store: BatchStore) -> None:
+    file = new_file(store)
+    store.create(batch_of(file), NOW_S)
+    # As results do, which are never refused.
+    (store.files.layout.files(TENANT) / "file-of-results").write_bytes(b"x" * 10_000)
+    with pytest.raises(StorageQuotaExceeded):
+        store.create(batch_of(file), NOW_S)
+    assert len(store.open_batches()) == 1
