@@ -12,11 +12,10 @@ import os
 from collections import OrderedDict
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
 
 import msgspec
 
-from services.gateway.batches.durable import create, make_folder
+from services.gateway.batches.durable import create, make_folder, read_record
 from services.gateway.batches.file_store import FileStore, remove_folder
 from services.gateway.batches.layout import Layout, is_batch_id
 from services.gateway.batches.records import BatchRecord, BatchState, Checked, Final, Mark
@@ -29,7 +28,6 @@ _INPUT = "input"
 _MAX_READERS = 8
 # A batch is announced before it is there; one that is not there by then never will be.
 _ABANDONED_S = 60.0
-R = TypeVar("R")
 
 
 class BatchStore:
@@ -78,7 +76,7 @@ class BatchStore:
         """The newest first."""
         with contextlib.suppress(FileNotFoundError):
             folder = self._layout.batches(tenant)
-            found = (_read(folder / name / _RECORD, BatchRecord) for name in os.listdir(folder))
+            found = (read_record(folder / name / _RECORD, BatchRecord) for name in os.listdir(folder))
             records = [record for record in found if record is not None]
             return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
         return []
@@ -89,7 +87,7 @@ class BatchStore:
         for name in os.listdir(self._layout.open):
             if is_batch_id(name):
                 with contextlib.suppress(FileNotFoundError):
-                    found[name] = (self._layout.open / name).read_text()
+                    found[name] = (self._layout.open / name).read_text(errors="replace")
         return found
 
     def cancel(self, tenant: str, batch_id: str, now_s: float) -> BatchState:
@@ -140,7 +138,7 @@ class BatchStore:
 
     def final(self, record: BatchRecord) -> Final | None:
         """How it has ended, if it has."""
-        return _read(self.folder(record) / _FINAL, Final)
+        return read_record(self.folder(record) / _FINAL, Final)
 
     def close(self, record: BatchRecord) -> None:
         """Of one that is over, let go of what only a run needs. Idempotent."""
@@ -165,21 +163,21 @@ class BatchStore:
                         opened.unlink(missing_ok=True)
 
     def _state(self, folder: Path) -> BatchState | None:
-        record = _read(folder / _RECORD, BatchRecord)
+        record = read_record(folder / _RECORD, BatchRecord)
         if record is None:
             return None
-        checked, completed, failed = _read(folder / _CHECKED, Checked), 0, 0
+        checked, completed, failed = read_record(folder / _CHECKED, Checked), 0, 0
         # Read before its logs: these go when it is over.
-        final = _read(folder / _FINAL, Final)
+        final = read_record(folder / _FINAL, Final)
         if checked is not None and final is None:
             with contextlib.suppress(FileNotFoundError):
                 completed, failed = self._progress(record.id, folder)
-            final = _read(folder / _FINAL, Final)
+            final = read_record(folder / _FINAL, Final)
         return BatchState(
             record=record,
             checked=checked,
-            finalizing=_read(folder / _FINALIZING, Mark),
-            cancelling=_read(folder / _CANCELLING, Mark),
+            finalizing=read_record(folder / _FINALIZING, Mark),
+            cancelling=read_record(folder / _CANCELLING, Mark),
             final=final,
             completed=completed,
             failed=failed,
@@ -193,10 +191,3 @@ class BatchStore:
             while len(self._readers) > _MAX_READERS:
                 self._readers.popitem(last=False)
             return reader.num_ok, reader.num_failed
-
-
-def _read(path: Path, kind: type[R]) -> R | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
-        return None

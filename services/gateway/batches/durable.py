@@ -5,9 +5,15 @@ A hard link is what decides, so that it holds for processes on several machines 
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+R = TypeVar("R")
 
 
 def create(path: Path, data: bytes) -> bool:
@@ -22,6 +28,16 @@ def create(path: Path, data: bytes) -> bool:
         return publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_record(path: Path, kind: type[R]) -> R | None:
+    """What was created there as JSON; None where there is nothing. Raises OSError, also for what cannot be that."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise OSError(errno.EIO, "a record cannot be read") from None
 
 
 def publish(written: Path, path: Path) -> bool:

@@ -19,6 +19,7 @@ from services.gateway.batches.durable import (
     is_temporary,
     make_folder,
     publish,
+    read_record,
     sync_folder,
     temporary_beside,
 )
@@ -82,7 +83,7 @@ class FileStore:
 
     def get(self, tenant: str, file_id: str, now_s: float) -> FileRecord:
         """Raises ObjectNotFound. now_s: Unix time."""
-        record = self._read(self._record_path(tenant, file_id)) if is_file_id(file_id) else None
+        record = read_record(self._record_path(tenant, file_id), FileRecord) if is_file_id(file_id) else None
         if record is None or record.is_expired(now_s):
             raise ObjectNotFound(f"No such File object: {file_id[:64]}", "id")
         return record
@@ -137,15 +138,9 @@ class FileStore:
         folder = self.layout.files(tenant)
         for entry in _entries(folder):
             if entry.name.endswith(_RECORD) and not is_temporary(entry.name):
-                record = self._read(folder / entry.name)
+                record = read_record(folder / entry.name, FileRecord)
                 if record is not None:
                     yield record
-
-    def _read(self, path: Path) -> FileRecord | None:
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=FileRecord)
-        except FileNotFoundError:
-            return None
 
     def _record_path(self, tenant: str, file_id: str) -> Path:
         return self.layout.files(tenant) / f"{file_id}{_RECORD}"

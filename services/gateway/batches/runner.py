@@ -110,8 +110,11 @@ class BatchRunner:
         """Look for batches, and after the directory, until cancelled."""
         while True:
             self._wake.clear()
-            with contextlib.suppress(GatewayError):
+            try:
                 await self._look()
+            except Exception as error:
+                # Without its runner a gateway ends, and all of them look at the same files.
+                as_gateway_error(error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await self._wake.wait()
@@ -192,11 +195,19 @@ class BatchRunner:
         await run.run()
 
     def _sweep(self) -> None:
-        """Remove what has expired, of all tenants."""
+        """Remove what has expired, of all tenants. Raises OSError once those have been swept that can be."""
         now_s = self._clock()
+        failure: OSError | None = None
         for folder in self._store.files.layout.tenants.iterdir():
             tenant = tenant_of(folder)
-            expired = self._store.files.sweep(tenant, now_s)
-            self._store.sweep(tenant, now_s, self._store.files.limits.life_s)
+            try:
+                expired = self._store.files.sweep(tenant, now_s)
+                self._store.sweep(tenant, now_s, self._store.files.limits.life_s)
+            except OSError as error:
+                _log.error("sweep_failed", tenant=tenant, error=type(error).__name__, errno=error.errno)
+                failure = error
+                continue
             if expired:
                 _log.info("files_expired", tenant=tenant, files=expired)
+        if failure is not None:
+            raise failure

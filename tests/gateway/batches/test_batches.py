@@ -18,7 +18,9 @@ from kvmesh.v1.openai_pb2_grpc import OpenAIFilesStub
 from kvmesh.v1.router_pb2 import REFUSAL_REASON_NO_WORKER, Refusal
 
 from services.common.bearer_keys import hash_key
-from services.gateway.batches.layout import new_batch_id
+from services.gateway.batches import runner
+from services.gateway.batches.durable import make_folder
+from services.gateway.batches.layout import new_batch_id, new_file_id
 from services.gateway.batches.records import BatchRecord
 from services.gateway.text.text_model import TextModel
 from tests.gateway.conftest import ANSWER, Mesh, running_mesh
@@ -301,3 +303,24 @@ async def test_no_more_batches_than_a_tenant_may_have_open(mesh: Mesh) -> None:
     for batch in batches:
         await client.call("CancelBatch", BatchRequest(id=batch["id"]))
         await client.over(batch["id"])
+
+
+async def test_a_record_that_cannot_be_read_is_its_tenants_trouble_alone(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, batches = Client(mesh, "one"), Client(mesh, "two"), mesh.gateway.batches
+    assert batches is not None
+    folder = batches.store.files.layout.files("two")
+    make_folder(folder)
+    rotten = folder / f"{new_file_id()}.json"
+    rotten.write_bytes(b'{"id": "\xff')
+    try:
+        monkeypatch.setattr(runner, "_SWEEP_S", 0.0)
+        for _ in range(2):
+            over = await one.over((await one.batch(lines(1)))["id"])
+            assert over["status"] == "completed"
+        failed = await two.error("ListFiles", ListFilesRequest())
+        assert failed[:2] == (grpc.StatusCode.UNAVAILABLE, "storage_unavailable")
+    finally:
+        rotten.unlink()
+    assert (await two.call("ListFiles", ListFilesRequest()))["object"] == "list"
