@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +22,7 @@ from services.common.settings import ConfigurationError
 from services.common.usage import Usage, UsageKey, usages_of
 from services.gateway.usage import ledger as ledger_module
 from services.gateway.usage.book import UsageBook
+from services.gateway.usage.file import load_ledger, save_ledger
 from services.gateway.usage.ledger import Batch, LedgerState, UsageLedger
 from services.gateway.usage.prices import ModelPrices, Prices, parse_prices
 from tests.support.valkey import Valkey
@@ -236,6 +239,19 @@ async def test_counts_survive_redis_and_the_gateway() -> None:
             UsageBook(connect_redis(valkey.url), Prices(None), folder / "wrong")
     finally:
         valkey.stop()
+
+
+def test_a_file_that_was_saved_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, synced = tmp_path / "usage.json", list[tuple[bool, bool]]()
+
+    def note(descriptor: int) -> None:
+        synced.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    save_ledger(path, LedgerState("one", number=3))
+    # What it holds before it has its name, and then the name.
+    assert synced == [(False, False), (True, True)]
+    assert load_ledger(path).number == 3
 
 
 async def _is_file(path: Path) -> bool:

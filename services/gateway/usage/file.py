@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from services.common.settings import ConfigurationError
+from services.gateway.batches.durable import sync_folder
 from services.gateway.usage.ledger import LedgerState
 
 
@@ -26,7 +27,9 @@ def load_ledger(path: Path | None) -> LedgerState:
 
 
 def save_ledger(path: Path, state: LedgerState) -> None:
-    """Replace the file. Raises OSError; then the old one is still there."""
+    """Replace the file, for good: one that came back after a loss of power would number other batches like those that
+    Redis has had since, and these would be lost. Raises OSError; then the old one may still be there.
+    """
     temporary = path.with_name(path.name + ".new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -34,3 +37,4 @@ def save_ledger(path: Path, state: LedgerState) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    sync_folder(path.parent)
