@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -20,13 +21,14 @@ from services.common.keys import KeySpace
 from services.common.redis_client import REDIS_ERRORS, connect_redis
 from services.common.settings import ConfigurationError
 from services.common.usage import Usage, UsageKey, usages_of
+from services.gateway.usage import book as book_module
 from services.gateway.usage import ledger as ledger_module
 from services.gateway.usage.book import UsageBook
 from services.gateway.usage.file import load_ledger, save_ledger
 from services.gateway.usage.ledger import Batch, LedgerState, UsageLedger
 from services.gateway.usage.prices import ModelPrices, Prices, parse_prices
 from tests.support.valkey import Valkey
-from tests.support.waiting import eventually_async
+from tests.support.waiting import eventually, eventually_async
 
 KEYS = [UsageKey(day, tenant, "m") for day in ("2026-01-01", "2026-01-02") for tenant in ("a", "b")]
 # What becomes of a batch that is sent.
@@ -252,6 +254,37 @@ def test_a_file_that_was_saved_survives_a_loss_of_power(tmp_path: Path, monkeypa
     # What it holds before it has its name, and then the name.
     assert synced == [(False, False), (True, True)]
     assert load_ledger(path).number == 3
+
+
+async def test_a_save_whose_caller_was_cancelled_does_not_undo_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, began, may_go_on = tmp_path / "usage.json", threading.Event(), threading.Event()
+
+    def slow(path: Path, state: LedgerState) -> None:
+        if not began.is_set():
+            began.set()
+            assert may_go_on.wait(10)
+        save_ledger(path, state)
+
+    monkeypatch.setattr(book_module, "save_ledger", slow)
+    # Nobody listens there.
+    client = connect_redis("redis://127.0.0.1:1")
+    made = UsageBook(client, Prices(None), path)
+    task = asyncio.create_task(made.run())
+    made.count("a", "m", ONE)
+    await eventually(began.is_set)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    made.count("a", "m", ONE)
+    closing = asyncio.create_task(made.close())
+    # As long as a save takes that waits for no other.
+    await asyncio.wait({closing}, timeout=0.5)
+    may_go_on.set()
+    await closing
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert sum((usage for _, usage in load_ledger(path).total), Usage()) == ONE + ONE
+    await client.aclose()
 
 
 async def _is_file(path: Path) -> bool:

@@ -16,6 +16,7 @@ from collections import deque
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 
 import structlog
 from opentelemetry import metrics
@@ -25,7 +26,7 @@ from services.common.lua import LuaScript
 from services.common.redis_client import REDIS_ERRORS, RedisClient
 from services.common.usage import ACCELERATOR_UNIT, COST_UNIT, FIGURES, KEEP_DAYS, Usage, UsageKey, field_of
 from services.gateway.usage.file import load_ledger, save_ledger
-from services.gateway.usage.ledger import Batch, UsageLedger
+from services.gateway.usage.ledger import Batch, LedgerState, UsageLedger
 from services.gateway.usage.prices import Prices
 
 _EVERY_S = 1.0
@@ -74,6 +75,7 @@ class UsageBook:
         self._num_runs = 0
         self._is_away = False
         self._saved_revision = 0
+        self._saving = Lock()
 
     @property
     def num_untold(self) -> int:
@@ -164,12 +166,17 @@ class UsageBook:
         ledger = self.ledger
         if self._path is None or ledger.revision == self._saved_revision:
             return
-        revision, state = ledger.revision, ledger.state
         try:
-            await asyncio.to_thread(save_ledger, self._path, state)
-            self._saved_revision = revision
+            await asyncio.to_thread(self._write, self._path, ledger.revision, ledger.state)
         except OSError as error:
             _log.error("usage is not kept", path=str(self._path), error=error.strerror)
+
+    def _write(self, path: Path, revision: int, state: LedgerState) -> None:
+        """In a thread: one whose caller was cancelled may still be at it, and the file is never to go back to that."""
+        with self._saving:
+            if revision > self._saved_revision:
+                save_ledger(path, state)
+                self._saved_revision = revision
 
     def _answered(self) -> None:
         if self._is_away:
