@@ -215,6 +215,25 @@ async def test_gateways_add_up_and_a_run_is_counted_by_what_was_told_of_it(valke
         assert first.num_untold == 0
 
 
+async def test_a_run_that_redis_has_not_heard_of_outlives_its_gateway() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="kvm-"))
+    valkey, path = Valkey(folder), folder / "usage.json"
+    more = ONE + Usage(output_tokens=2)
+    try:
+        async with book(valkey.url, path) as made:
+            # Redis is not there yet.
+            made.count("a", "m", ONE, run="r1")
+            await eventually_async(lambda: _is_file(path))
+        valkey.start()
+        async with book(valkey.url, path) as made:
+            made.count("a", "n", more, run="r1")
+            expected = {("a", "m"): ONE, ("a", "n"): Usage(output_tokens=2)}
+            await eventually_async(lambda: is_counted(valkey.url, expected))
+            await eventually_async(lambda: _has_told(made))
+    finally:
+        valkey.stop()
+
+
 async def _has_told(made: UsageBook) -> bool:
     return made.num_untold == 0
 

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections import deque
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from pathlib import Path
@@ -26,7 +25,7 @@ from services.common.lua import LuaScript
 from services.common.redis_client import REDIS_ERRORS, RedisClient
 from services.common.usage import ACCELERATOR_UNIT, COST_UNIT, FIGURES, KEEP_DAYS, Usage, UsageKey, field_of
 from services.gateway.usage.file import load_ledger, save_ledger
-from services.gateway.usage.ledger import Batch, LedgerState, UsageLedger
+from services.gateway.usage.ledger import Batch, LedgerState, UsageLedger, WaitingRun
 from services.gateway.usage.prices import Prices
 
 _EVERY_S = 1.0
@@ -70,8 +69,6 @@ class UsageBook:
         self._life = secrets.token_hex(8)
         self._path = path
         self._keys = KeySpace().usage()
-        # Of each its name, and that of the question how much of it is new.
-        self._runs: deque[tuple[str, str, UsageKey, Usage]] = deque()
         self._num_runs = 0
         self._is_away = False
         self._saved_revision = 0
@@ -80,7 +77,7 @@ class UsageBook:
     @property
     def num_untold(self) -> int:
         """Requests that Redis has not been told of."""
-        return self.ledger.untold.requests + len(self._runs)
+        return self.ledger.untold.requests + self.ledger.num_runs
 
     def count(self, tenant: str, model: str, usage: Usage, *, run: str = "") -> None:
         """A request has ended; usage: without its cost. run: of a request with an idempotency key."""
@@ -90,11 +87,11 @@ class UsageBook:
         if not run:
             self._add(key, usage)
             return
-        if len(self._runs) >= _MAX_RUNS:
-            _, _, oldest, its_usage = self._runs.popleft()
-            self._add(oldest, its_usage)
+        if self.ledger.num_runs >= _MAX_RUNS:
+            oldest = self.ledger.take_run()
+            self._add(oldest.key, oldest.usage)
         self._num_runs += 1
-        self._runs.append((run, f"{self._life}:{self._num_runs}", key, usage))
+        self.ledger.put_off(WaitingRun(run, f"{self._life}:{self._num_runs}", key, usage))
 
     async def run(self) -> None:
         """Tell Redis and the file, until cancelled."""
@@ -111,8 +108,8 @@ class UsageBook:
 
     async def _flush(self) -> None:
         try:
-            while self._runs:
-                await self._charge(*self._runs[0])
+            while (run := self.ledger.first_run) is not None:
+                await self._charge(run)
             self.ledger.drop_before((datetime.now(UTC) - timedelta(KEEP_DAYS)).date().isoformat())
             batch = self.ledger.batch()
             await self._save()
@@ -124,15 +121,15 @@ class UsageBook:
             await self._save()
             self._lost(error)
 
-    async def _charge(self, run: str, question: str, key: UsageKey, usage: Usage) -> None:
+    async def _charge(self, run: WaitingRun) -> None:
         """Count of a run what was not counted before."""
-        tag = blake2b(run.encode(), digest_size=16).hexdigest()
-        arguments = [argument for pair in zip(FIGURES, usage.figures(), strict=True) for argument in pair]
-        added = await _CHARGE(self._client, [self._keys.run(tag)], [_RUN_KEEP_S, question, *arguments])
-        if self._runs and self._runs[0][1] == question:
+        tag = blake2b(run.run.encode(), digest_size=16).hexdigest()
+        arguments = [argument for pair in zip(FIGURES, run.usage.figures(), strict=True) for argument in pair]
+        added = await _CHARGE(self._client, [self._keys.run(tag)], [_RUN_KEEP_S, run.question, *arguments])
+        if self.ledger.first_run is run:
             # Else it has given way to others meanwhile, and was counted.
-            self._runs.popleft()
-            self._add(key, Usage(*map(int, added)))
+            self.ledger.take_run()
+            self._add(run.key, Usage(*map(int, added)))
 
     async def _send(self, batch: Batch) -> None:
         days = sorted({key.day for key, _ in batch.rows})

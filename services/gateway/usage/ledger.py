@@ -7,6 +7,8 @@ fits into a file that is written before a batch is sent: a gateway started anew 
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
 
 from services.common.usage import Usage, UsageKey
@@ -25,8 +27,20 @@ class Batch(msgspec.Struct, frozen=True):
     is_whole: bool
 
 
+class WaitingRun(msgspec.Struct, frozen=True):
+    """A request with an idempotency key that has ended. question: names the one to Redis how much of it is new."""
+
+    run: str
+    question: str
+    key: UsageKey
+    usage: Usage
+
+
 class LedgerState(msgspec.Struct):
-    """What is kept of a ledger. fresh: of the total what is in no batch yet. is_known: Redis has had a batch."""
+    """What is kept of a ledger. fresh: of the total what is in no batch yet. is_known: Redis has had a batch.
+
+    runs: that wait to be counted, in order.
+    """
 
     id: str
     number: int = 0
@@ -34,6 +48,7 @@ class LedgerState(msgspec.Struct):
     total: list[tuple[UsageKey, Usage]] = []
     fresh: list[tuple[UsageKey, Usage]] = []
     batch: Batch | None = None
+    runs: list[WaitingRun] = []
 
 
 class UsageLedger:
@@ -47,12 +62,33 @@ class UsageLedger:
         self._total: Rows = dict(state.total)
         self._fresh: Rows = dict(state.fresh)
         self._batch = state.batch
+        self._runs = deque(state.runs)
 
     @property
     def state(self) -> LedgerState:
         """For a file."""
         total, fresh = list(self._total.items()), list(self._fresh.items())
-        return LedgerState(self.id, self._number, self._is_known, total, fresh, self._batch)
+        return LedgerState(self.id, self._number, self._is_known, total, fresh, self._batch, list(self._runs))
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that wait to be counted."""
+        return len(self._runs)
+
+    @property
+    def first_run(self) -> WaitingRun | None:
+        """The one of them that is counted next."""
+        return self._runs[0] if self._runs else None
+
+    def put_off(self, run: WaitingRun) -> None:
+        """One more waits."""
+        self._runs.append(run)
+        self.revision += 1
+
+    def take_run(self) -> WaitingRun:
+        """The first waits no longer: the caller counts it."""
+        self.revision += 1
+        return self._runs.popleft()
 
     @property
     def untold(self) -> Usage:
