@@ -132,6 +132,32 @@ def test_rows_are_bounded_and_nothing_is_lost_by_that(monkeypatch: pytest.Monkey
     assert ledger.state.total == []
 
 
+def test_beyond_the_bound_the_oldest_days_that_were_told_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "MAX_ROWS", 4)
+    ledger, told = UsageLedger(LedgerState("one")), dict[UsageKey, Usage]()
+    for day in range(1, 9):
+        for tenant in ("a", "b"):
+            ledger.add(UsageKey(f"2026-01-0{day}", tenant, "m"), Usage(requests=1))
+        batch = ledger.batch()
+        assert batch is not None
+        told |= dict(batch.rows)
+        ledger.arrived()
+    assert told == {UsageKey(f"2026-01-0{day}", one, "m"): Usage(requests=1) for day in range(1, 9) for one in "ab"}
+    assert {key.day for key, _ in ledger.state.total} == {"2026-01-07", "2026-01-08"}
+    # What Redis has not been told of stays.
+    for tenant in ("a", "b", "c"):
+        ledger.add(UsageKey("2026-01-09", tenant, "m"), Usage(requests=1))
+    ledger.batch()
+    ledger.add(UsageKey("2026-01-10", "a", "m"), Usage(requests=1))
+    ledger.add(UsageKey("2026-01-10", "b", "m"), Usage(requests=1))
+    assert {key for key, _ in ledger.state.total} == {
+        *(UsageKey("2026-01-09", tenant, "m") for tenant in "abc"),
+        UsageKey("2026-01-10", "a", "m"),
+        UsageKey("2026-01-10", ledger_module.OTHER, ledger_module.OTHER),
+    }
+    assert ledger.untold == Usage(requests=5)
+
+
 def test_prices_by_model_are_exact_and_wrong_files_are_named(tmp_path: Path) -> None:
     text = """
     [default]

@@ -8,12 +8,14 @@ fits into a file that is written before a batch is sent: a gateway started anew 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
 from services.common.usage import Usage, UsageKey
 
-# Rows beyond this are counted under one name, so that memory stays bounded whatever is asked for.
+# So that memory stays bounded whatever is asked for: beyond it the oldest days that Redis has been told of are told no
+# more, and where there are none new rows are counted under one name.
 MAX_ROWS = 20_000
 OTHER = "(other)"
 Rows = dict[UsageKey, Usage]
@@ -98,7 +100,7 @@ class UsageLedger:
 
     def add(self, key: UsageKey, usage: Usage) -> None:
         """Something has been used."""
-        if key not in self._total and len(self._total) >= MAX_ROWS:
+        if key not in self._total and not self._has_room_for(key.day):
             key = UsageKey(key.day, OTHER, OTHER)
         for rows in (self._total, self._fresh):
             rows[key] = rows.get(key, Usage()) + usage
@@ -125,6 +127,19 @@ class UsageLedger:
 
     def drop_before(self, day: str) -> None:
         """Redis keeps earlier days no longer, so they need not be told again."""
-        old = [key for key in self._total if key.day < day and key not in self._fresh]
-        for key in old:
+        self._drop([key for key in self._total if key.day < day and key not in self._fresh])
+
+    def _has_room_for(self, day: str) -> bool:
+        """Whether one more row of a day may be kept, be it for rows of the oldest day before it."""
+        if len(self._total) < MAX_ROWS:
+            return True
+        sent = self._batch.rows if self._batch is not None else []
+        untold = {*self._fresh, *(key for key, _ in sent)}
+        told = [key for key in self._total if key.day < day and key not in untold]
+        oldest = min((key.day for key in told), default="")
+        self._drop([key for key in told if key.day == oldest])
+        return bool(told)
+
+    def _drop(self, keys: Iterable[UsageKey]) -> None:
+        for key in keys:
             del self._total[key]
