@@ -43,6 +43,9 @@ from services.gateway.tenants import ClassObjectives, Tenants
 from services.gateway.text.pool import Job, ModelMissing, Prepared, TextPool
 from services.gateway.versions import only, without
 
+# A model that serves by the last report is asked for so often again when its router says that no worker can have the
+# request: the report may be older. Then it is the request that no worker can have.
+_MAX_RETURNS = 15
 _tracer = trace.get_tracer("kvmesh.gateway")
 _log = structlog.get_logger("gateway.beginning")
 
@@ -114,6 +117,7 @@ class Beginner:
 
     async def _run_some_version(self, session: Session, job: Job) -> Begun:
         """With another version of the model where the chosen one has lost its workers since the router's report."""
+        returns = 0
         while True:
             try:
                 return await self._run(session, job)
@@ -124,11 +128,12 @@ class Beginner:
                 if session.generation is None or plan is None:
                     raise
                 others = without(job.views, plan.model, plan.model_digest)
-                if others is None and plan.model not in self.cold.models:
+                if others is None and (plan.model not in self.cold.models or returns >= _MAX_RETURNS):
                     raise
                 session.withdraw()
                 if others is None:
-                    await self._wait_for(plan.model, session, has_gone=True)
+                    has_waited = await self._wait_for(plan.model, session, has_gone=True)
+                    returns = 0 if has_waited else returns + 1
                 else:
                     version = self.catalog.label(plan.model, plan.model_digest)
                     _log.warning("version_fallback", request_id=session.request_id, model=plan.model, version=version)
@@ -209,10 +214,12 @@ class Beginner:
         self.metrics.record_prepare(time.monotonic() - started_s)
         return prepared
 
-    async def _wait_for(self, model: str, session: Session, *, has_gone: bool = False) -> None:
-        """Until a model that is loaded on demand serves. Raises ModelLoading."""
+    async def _wait_for(self, model: str, session: Session, *, has_gone: bool = False) -> bool:
+        """Until a model that is loaded on demand serves; whether it had to be loaded. Raises ModelLoading."""
         session.model = model
-        session.cold_start_s += await self.cold.wait(model, session.deadline_at_s, has_gone=has_gone)
+        forecast_s = await self.cold.wait(model, session.deadline_at_s, has_gone=has_gone)
+        session.cold_start_s += forecast_s
+        return forecast_s > 0
 
     async def _charge(self, session: Session, plan: Plan) -> Charge | None:
         tenant = session.tenant.name

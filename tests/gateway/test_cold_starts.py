@@ -133,6 +133,18 @@ async def test_a_model_that_goes_as_a_request_comes_is_waited_for(text_model: Te
         await mesh.wait_idle()
 
 
+async def test_a_request_that_no_worker_can_have_is_refused_though_its_model_serves(text_model: TextModel) -> None:
+    async with running_mesh(text_model, on_demand_models=(MODEL,)) as mesh:
+        # No room for it anywhere, which no load would change.
+        mesh.router.unstaffed.add(served_model().digest)
+        code, error, _ = await mesh.error("Completions", BODY, timeout=30)
+        assert (code, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "model_unavailable")
+        assert 1 < len(mesh.router.asks) <= 20
+        mesh.router.unstaffed.clear()
+        assert (await mesh.complete())["choices"]
+        await mesh.wait_idle()
+
+
 async def test_texts_are_tokenised_without_a_worker(text_model: TextModel) -> None:
     async with cold_mesh(text_model) as mesh:
         answer = await mesh.native.Tokenize(TokenizeRequest(model=MODEL, text="hi there"))
