@@ -119,7 +119,7 @@ class BatchRun:
         return CANCELLED if is_cancelling else None
 
     async def _answer_all(self, lines: InputLines, todo: list[int], writer: ResultWriter) -> None:
-        # Of lines that wait for a turn no more are held in memory than may have one.
+        # No more of them wait for a turn than may have one.
         held = asyncio.Semaphore(self.parts.max_lines)
         try:
             async with asyncio.TaskGroup() as group:
@@ -131,34 +131,38 @@ class BatchRun:
             raise errors.exceptions[0] from None
 
     async def _answer(self, lines: InputLines, number: int, writer: ResultWriter) -> None:
-        line = await self.parts.disk.run(lines.read, number)
-        answer = await self._answer_of(line, number)
-        payload = result_line(self.record, number, line.custom_id, answer)
+        custom_id, answer = await self._answer_of(lines, number)
+        payload = result_line(self.record, number, custom_id, answer)
         await self.parts.disk.run(writer.append, number, payload, is_ok=answer.is_ok)
         self.parts.metrics.line("answered" if answer.is_ok else "wrong")
 
-    async def _answer_of(self, line: InputLine, number: int) -> LineAnswer:
-        """Of the attempt that has one; the error of the last of several failures."""
+    async def _answer_of(self, lines: InputLines, number: int) -> tuple[str, LineAnswer]:
+        """The line's custom_id, and the answer of the attempt that has one or the error of the last of several."""
         failures = 0
         while True:
-            try:
-                async with self._turns.turn():
-                    answer = await self._attempt(line, number)
+            async with self._turns.turn():
+                # A line is in memory for as long as it has a turn: all that wait would be many times as much.
+                line = await self.parts.disk.run(lines.read, number)
+                found = await self._attempt(line, number)
+            if isinstance(found, LineAnswer):
                 self._turns.answered()
-                return answer
-            except GatewayError as error:
-                failures += is_failure(error)
-                self.parts.metrics.line("failed" if is_failure(error) else "refused")
-                if failures >= MAX_FAILURES:
-                    return error_answer(error, "")
-                self._turns.refused(_retry_after_s(error))
+                return line.custom_id, found
+            failures += is_failure(found)
+            self.parts.metrics.line("failed" if is_failure(found) else "refused")
+            if failures >= MAX_FAILURES:
+                return line.custom_id, error_answer(found, "")
+            del line
+            self._turns.refused(_retry_after_s(found))
 
-    async def _attempt(self, line: InputLine, number: int) -> LineAnswer:
+    async def _attempt(self, line: InputLine, number: int) -> LineAnswer | GatewayError:
+        """An answer, or why the line may be tried again."""
         run = LineRun(self.parts.core, self.record, number)
         self._running.add(run)
         try:
             # A task of its own: a request's span and log context end with it.
             return await asyncio.create_task(run.answer(line))
+        except GatewayError as error:
+            return error
         finally:
             self._running.discard(run)
 

@@ -20,6 +20,7 @@ from kvmesh.v1.router_pb2 import REFUSAL_REASON_NO_WORKER, Refusal
 from services.common.bearer_keys import hash_key
 from services.gateway.batches import runner
 from services.gateway.batches.durable import make_folder
+from services.gateway.batches.input_lines import InputLine, InputLines
 from services.gateway.batches.layout import new_batch_id, new_file_id
 from services.gateway.batches.records import BatchRecord
 from services.gateway.text.text_model import TextModel
@@ -256,6 +257,22 @@ async def test_cancelling_ends_what_runs_and_keeps_what_is_answered(mesh: Mesh) 
     assert sum(worker.cancelled for worker in mesh.workers) >= 4
     assert (await client.error("CancelBatch", BatchRequest(id=batch["id"])))[0] is grpc.StatusCode.ABORTED
     assert_nothing_open(mesh)
+
+
+async def test_lines_that_wait_for_a_turn_are_not_in_memory(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, read, really_read = Client(mesh, "one"), list[int](), InputLines.read
+
+    def noted(lines: InputLines, number: int) -> InputLine:
+        read.append(number)
+        return really_read(lines, number)
+
+    monkeypatch.setattr(InputLines, "read", noted)
+    mesh.say(ANSWER, hang_after=1)
+    batch = await client.batch(lines(6))
+    await eventually(lambda: sum(worker.running for worker in mesh.workers) >= 4)
+    assert sorted(read) == [0, 1, 2, 3]
+    await client.call("CancelBatch", BatchRequest(id=batch["id"]))
+    assert (await client.over(batch["id"]))["status"] == "cancelled"
 
 
 async def test_a_batch_whose_time_is_over_expires(mesh: Mesh) -> None:
