@@ -20,6 +20,7 @@ from services.cli.errors import CliError, StartError
 from services.cli.loading_plan import PoolState, changes, merged
 from services.cli.plan import ProcessSpec
 from services.cli.version_traffic import VersionTraffic
+from services.common.settings import ConfigurationError
 
 _EVERY_S = 0.5
 _STOP_DEADLINE_S = 15.0
@@ -66,7 +67,8 @@ class ModelLoader:
                 try:
                     await self._round()
                     self._note_trouble("")
-                except CliError as error:
+                except (CliError, ConfigurationError, OSError) as error:
+                    # Secrets are read each time, so that they may change; what cannot be read now may be later.
                     self._note_trouble(str(error))
             await asyncio.sleep(_EVERY_S)
 
@@ -124,7 +126,7 @@ class ModelLoader:
         ready = asyncio.create_task(self._until_ready(model, child, started_s))
         try:
             await child.run()
-        except StartError as error:
+        except (StartError, OSError) as error:
             _, pause_s = self._barred.get(model, (0.0, _FIRST_PAUSE_S))
             self._barred[model] = time.monotonic() + pause_s, min(_LAST_PAUSE_S, 2 * pause_s)
             self._report(f"{error}; {model} is not tried again within {pause_s:g} s")
