@@ -48,6 +48,7 @@ class RunnerLimits:
 class _Running:
     """A batch that this gateway has."""
 
+    tenant: str
     task: asyncio.Task[None]
     run: BatchRun | None = None
 
@@ -135,9 +136,12 @@ class BatchRunner:
         self._state.open_batches = len(found)
         self._state.not_before_s = {key: at_s for key, at_s in self._state.not_before_s.items() if key in found}
         now_s = time.monotonic()
+        most = max_of_a_tenant(self._max_running, len(set(found.values())))
         for batch_id, tenant in found.items():
             if len(self._state.running) >= self._max_running:
                 break
+            if sum(one.tenant == tenant for one in self._state.running.values()) >= most:
+                continue
             is_due = now_s >= self._state.not_before_s.get(batch_id, now_s)
             if batch_id not in self._state.running and is_due and await self._lease.hold(batch_id):
                 if self._is_stopped:
@@ -151,7 +155,7 @@ class BatchRunner:
     def _start(self, batch_id: str, tenant: str) -> None:
         self._state.not_before_s.pop(batch_id, None)
         task = asyncio.create_task(self._have(batch_id, tenant))
-        self._state.running[batch_id] = _Running(task)
+        self._state.running[batch_id] = _Running(tenant, task)
         task.add_done_callback(lambda _: self._state.running.pop(batch_id, None))
 
     async def _have(self, batch_id: str, tenant: str) -> None:
@@ -211,3 +215,11 @@ class BatchRunner:
                 _log.info("files_expired", tenant=tenant, files=expired)
         if failure is not None:
             raise failure
+
+
+def max_of_a_tenant(max_running: int, num_tenants: int) -> int:
+    """Batches of one tenant that run here at a time, so that there is a place for one more tenant.
+
+    A batch may run for a day; it takes as many lines at a time as there may be, however few run beside it.
+    """
+    return max(1, max_running // (num_tenants + 1))

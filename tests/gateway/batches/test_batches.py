@@ -322,6 +322,24 @@ async def test_no_more_batches_than_a_tenant_may_have_open(mesh: Mesh) -> None:
         await client.over(batch["id"])
 
 
+async def test_no_tenant_has_all_places(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [runner.max_of_a_tenant(8, tenants) for tenants in (1, 2, 3, 8)] == [4, 2, 2, 1]
+    one, two, batches = Client(mesh, "one"), Client(mesh, "two"), mesh.gateway.batches
+    assert batches is not None
+    monkeypatch.setattr(batches.runner, "_max_running", 2)
+    mesh.say(ANSWER, hang_after=1)
+    first = [await one.batch(lines(1)) for _ in range(2)]
+    await eventually(lambda: sum(worker.running for worker in mesh.workers) == 1)
+    second = await two.batch(lines(1))
+    await eventually(lambda: sum(worker.running for worker in mesh.workers) == 2)
+    shown = [(await one.call("GetBatch", BatchRequest(id=batch["id"])))["status"] for batch in first]
+    assert sorted(shown) == ["in_progress", "validating"]
+    for client, batch in ((one, first[0]), (one, first[1]), (two, second)):
+        await client.call("CancelBatch", BatchRequest(id=batch["id"]))
+        await client.over(batch["id"])
+    assert_nothing_open(mesh)
+
+
 async def test_a_record_that_cannot_be_read_is_its_tenants_trouble_alone(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
