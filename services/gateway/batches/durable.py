@@ -51,8 +51,16 @@ def publish(written: Path, path: Path) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """With its parents, for this user alone. Raises OSError."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """With its parents, for this user alone, and for good. Raises OSError."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    sync_folder(path.parent)
 
 
 def temporary_beside(path: Path) -> Path:
