@@ -113,7 +113,8 @@ class Residency:
         for key in keys:
             del self._held[key]
         del self._by_digest[entry.digest]
-        self._slots[slot] = _Slot(turn=entry.turn)
+        # Empty, it is taken before any that has an adapter: what cannot be loaded drives out one other at most.
+        self._slots[slot] = _Slot()
         return keys
 
     def late(self, now: float, max_wait_s: float) -> list[int]:

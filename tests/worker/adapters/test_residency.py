@@ -145,6 +145,22 @@ def test_the_least_recently_held_gives_way() -> None:
     assert requests.residency.evictions == 1
 
 
+def test_what_cannot_be_loaded_drives_out_one_other_at_most() -> None:
+    requests = Requests(3, 4)
+    for adapter in ADAPTERS[:3]:
+        requests.ask(adapter)
+        requests.take()
+        requests.settle(0, fails=False)
+        requests.take()
+        requests.end(0)
+    for _ in range(4):
+        requests.ask(ADAPTERS[3])
+        requests.take()
+        requests.settle(0, fails=True)
+    assert set(requests.residency.resident) == {ADAPTERS[1], ADAPTERS[2]}
+    assert requests.residency.evictions == 1
+
+
 def test_who_has_an_adapter_overtakes_for_a_while_only() -> None:
     requests = Requests(1, 4)
     requests.ask(ADAPTERS[0])
