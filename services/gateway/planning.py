@@ -200,9 +200,14 @@ def _check_token_ids(request: GenerationRequest, view: ModelView) -> None:
 
 def _check_scored(request: GenerationRequest, num_tokens: int) -> None:
     num_top = request.sampling.num_prompt_logprobs
-    if num_top is not None and num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+    if num_top is None:
+        return
+    # Each choice repeats those of its prompt.
+    num_told = num_tokens * request.num_choices
+    if num_told * (num_top + 1) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"{num_top + 1} log probabilities of each of {num_tokens} prompt tokens: more than {MAX_PROMPT_LOGPROBS}",
+            f"{num_top + 1} log probabilities of each of {num_told} prompt tokens, those of all choices: more than "
+            f"{MAX_PROMPT_LOGPROBS}",
             "prompt_logprobs",
         )
 

@@ -20,7 +20,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_PROMPTS = 128
 MAX_INPUTS = 2048
 MAX_LOGPROBS = 20
-# Of all tokens of a prompt together; some megabytes of an answer.
+# Of all prompts, and told with each choice; together some megabytes of an answer.
 MAX_PROMPT_LOGPROBS = 131_072
 MAX_LOGIT_BIAS = 1024
 MAX_OBJECTIVE_S = 86_400.0

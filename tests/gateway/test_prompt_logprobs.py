@@ -114,6 +114,7 @@ async def test_a_worker_of_an_earlier_release_is_passed_over(mesh: Mesh) -> None
         ("Completions", {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ("Completions", {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo"),
         ("Completions", {"prompt": [1] * 8000, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ("Completions", {"prompt": [1] * 8000, "prompt_logprobs": 1, "n": 16}, "prompt_logprobs"),
         ("ChatCompletions", {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1}, "prompt_logprobs"),
     ],
 )
