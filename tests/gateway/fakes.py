@@ -99,7 +99,8 @@ class Script:
     fail_held: it fails instead of being prepared. leave_held: it would rather not go on before it is. prepare_s:
     that takes it so long, every time, and not before prepare_after. takes_more: it may be told more then. prefill_s:
     the first token of one that is not held takes it so long. fail_scoring: it fails when it has told log probabilities
-    of so many tokens of the prompt. leave_scoring: it would rather not go on while it tells them.
+    of so many tokens of the prompt. leave_scoring: it would rather not go on while it tells them. repeats: how often
+    the numbers of an embedding stand in it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -123,6 +124,7 @@ class Script:
     chunk: int = 1
     fail_scoring: int | None = None
     leave_scoring: bool = False
+    repeats: int = 1
 
 
 class Scripted(Exception):
@@ -254,7 +256,7 @@ class FakeWorker(WorkerServicer):
         if request.embeds:
             if script.fail_after == 0:
                 raise Scripted(grpc.StatusCode.UNAVAILABLE)
-            values = array("f", embedding_of(request.prompt_token_ids)).tobytes()
+            values = array("f", embedding_of(request.prompt_token_ids) * script.repeats).tobytes()
             yield WorkerGenerateResponse(embedding=Embedding(values=values))
             usage = Usage(prompt_tokens=len(request.prompt_token_ids), cached=CachedTokens(local=script.cached))
             yield WorkerGenerateResponse(completed=Completed(usage=usage))

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from services.common.release import SCORE_PROTOCOL
+from services.common.rpc import MAX_MESSAGE_BYTES
 from tests.gateway.conftest import Mesh
 from tests.gateway.fakes import Script, embedding_of
 from tests.support.waiting import eventually
@@ -63,6 +64,16 @@ async def test_in_base64_and_with_fewer_dimensions(mesh: Mesh) -> None:
     assert len(two) == 2
     assert sum(value * value for value in two) == pytest.approx(1.0, abs=1e-6)
     assert two[0] / two[1] == pytest.approx(plain[0] / plain[1], rel=1e-5)
+
+
+async def test_a_reply_that_is_larger_than_a_message(mesh: Mesh) -> None:
+    mesh.plan[:] = [Script(repeats=4096)]
+    raw = await mesh.post("Embeddings", {"model": "smollm2-135m", "input": ["a text"] * 64})
+    assert len(raw) > MAX_MESSAGE_BYTES
+    data = json.loads(raw)["data"]
+    expected = embedding_of(mesh.text.encode_text("a text")) * 4096
+    assert len(data) == 64
+    assert all(one["embedding"] == expected for one in data)
 
 
 async def test_another_worker_computes_what_one_has_lost(mesh: Mesh) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -24,6 +24,9 @@ from services.gateway.errors import GatewayError, ModelUnavailable
 from services.gateway.output import Accepted, Delta, Event, Finish
 from services.gateway.request import Sampling
 from services.gateway.session import OK, Session
+
+# Of one message of a reply: well below the 4 MiB that clients of gRPC take by themselves.
+_PART_BYTES = 2**20
 
 
 class OpenAIService(OpenAIServicer):
@@ -53,7 +56,8 @@ class OpenAIService(OpenAIServicer):
             # Headers leave when it is sure that there will be a reply.
             data, accepted = await whole_embeddings(session, begun)
             await send_headers(context, session, accepted.worker_id, accepted.cached_tokens)
-            yield HttpBody(content_type=JSON, data=data)
+            for part in _parts(data):
+                yield part
             session.close(OK)
         except Exception as error:
             known = as_gateway_error(error)
@@ -107,7 +111,8 @@ class OpenAIService(OpenAIServicer):
                     assert session is not None
                     await send_headers(context, session, event.worker_id, event.cached_tokens)
 
-                yield HttpBody(content_type=JSON, data=await whole_answer(session, begun, reply, on_accepted))
+                for part in _parts(await whole_answer(session, begun, reply, on_accepted)):
+                    yield part
             else:
                 await self._stream(session, begun, StreamRenderer(reply), context)
             session.close(OK)
@@ -156,6 +161,12 @@ def _render(events: list[Event], renderer: StreamRenderer) -> bytes:
         if isinstance(event, Delta | Finish)
     ]
     return b"".join(parts)
+
+
+def _parts(data: bytes) -> Iterator[HttpBody]:
+    """A body as messages that every hop takes, whatever its size."""
+    for start in range(0, len(data), _PART_BYTES):
+        yield HttpBody(content_type=JSON, data=data[start : start + _PART_BYTES])
 
 
 def _json(value: Any) -> HttpBody:
