@@ -108,7 +108,9 @@ class Beginner:
             return await self._run_some_version(session, job)
         except ObjectiveUnmet:
             fallback = self.catalog.resolve(self.tenants.of(session.tenant.name).fallback_model)
-            if fallback in ("", session.model) or fallback not in self.catalog.views:
+            # Vectors of two models cannot be compared.
+            embeds = session.plan is not None and session.plan.embeds
+            if embeds or fallback in ("", session.model) or fallback not in self.catalog.views:
                 raise
             _log.info("fallback", request_id=session.request_id, model=session.model, fallback=fallback)
             self.metrics.count_fallback(session.model, fallback)

@@ -184,6 +184,9 @@ async def test_the_fallback_model_answers_and_is_named(tenants: Mesh) -> None:
         assert [ask.model for ask in tenants.router.asks] == ["smollm2-135m", "small"]
         _, error, _ = await tenants.error("Completions", BODY, **of("plain"))
         assert error["code"] == "objective_unmet"
+        embedded = {"model": "smollm2-135m", "input": "hi"}
+        _, error, _ = await tenants.error("Embeddings", embedded, **of("fallback"))
+        assert error["code"] == "objective_unmet", "vectors of another model mean nothing beside those of this one"
     finally:
         FakeRouter._answer = grant  # type: ignore[method-assign]
         tenants.router.refusal = None
