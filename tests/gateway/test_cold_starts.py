@@ -158,11 +158,14 @@ async def test_aliases_and_the_default_model(text_model: TextModel) -> None:
         for nameless in (body, {**body, "model": ""}):
             code, error, _ = await mesh.error("Completions", nameless)
             assert (code, error["param"]) == (grpc.StatusCode.INVALID_ARGUMENT, "model")
+        code, error, _ = await mesh.error("Embeddings", {"input": "hi"})
+        assert (code, error["param"]) == (grpc.StatusCode.INVALID_ARGUMENT, "model")
         # A model's own name goes before an alias.
         mesh.router.set_aliases({"": MODEL, "best": MODEL, MODEL: "nobody", "lost": "nobody"})
         await eventually(lambda: len(catalog.aliases) == 4)
         for named in (body, {**body, "model": "best"}, {**body, "model": MODEL}):
             assert json.loads(await mesh.post("Completions", named))["model"] == MODEL
+        assert json.loads(await mesh.post("Embeddings", {"input": "hi"}))["model"] == MODEL
         code, error, _ = await mesh.error("Completions", {**body, "model": "lost"})
         assert (code, error["code"]) == (grpc.StatusCode.NOT_FOUND, "model_not_found")
         shown = await listed(mesh)

@@ -19,9 +19,9 @@ _PRIORITIES = {"interactive": 1, "standard": 2, "batch": 3}
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """Body of /v1/embeddings; null is as good as absent."""
+    """Body of /v1/embeddings; null is as good as absent. model: empty for the mesh's default model."""
 
-    model: str
+    model: str = ""
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
