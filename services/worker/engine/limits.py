@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.common.blocks import BLOCK_TOKENS
 from services.worker.admission import SchedulerLimits
+from services.worker.chunk import MOST_ROWS_READ
 from services.worker.core import CoreLimits
 from services.worker.engine.config import EngineConfig
 from services.worker.transfers import TransferLimits
@@ -32,3 +33,9 @@ def core_limits(
         push_policy=config.push_policy,
     )
     return CoreLimits(scheduler, transfers, config.step_token_budget, config.target_step_s)
+
+
+def most_logit_rows(config: EngineConfig) -> int:
+    """Of one step: its draws, and prompt tokens that are read; a step that drafts reads none."""
+    with_drafts = config.speculation_rows if config.speculation_tokens else 0
+    return max(config.max_running + MOST_ROWS_READ, with_drafts)

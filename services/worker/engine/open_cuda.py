@@ -14,8 +14,8 @@ import structlog
 import torch
 
 from kernels.batch import BLOCK_TOKENS, PagedBatch
-from services.worker.chunk import MOST_ROWS_READ
 from services.worker.engine.config import EngineConfig
+from services.worker.engine.limits import most_logit_rows
 from services.worker.engine.load_progress import ProgressTeller
 from services.worker.engine.open import DEFAULT_STAGING_BYTES, OpenReplica, map_staging
 from services.worker.engine_messages import LoadProgress
@@ -154,7 +154,7 @@ def _measure_step(loaded: _Loaded, config: EngineConfig, memory: DeviceMemory) -
         query_starts=np.array([0, tokens], dtype=np.int32),
         context_lens=np.array([tokens], dtype=np.int32),
         block_tables=np.arange(-(-tokens // BLOCK_TOKENS), dtype=np.int32)[None],
-        logit_rows=positions[-(config.max_running * (1 + config.speculation_tokens) + MOST_ROWS_READ) :],
+        logit_rows=positions[-most_logit_rows(config) :],
     )
     before = memory.allocated()
     memory.begin_peak()

@@ -11,10 +11,12 @@ import torch
 
 from bench.family_models import make_model, save_model
 from services.common.settings import ConfigurationError
+from services.worker.chunk import MOST_ROWS_READ
 from services.worker.config import WorkerSettings, check_settings
 from services.worker.engine.benchmark import measure
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.gpu import DeviceUnavailable, cuda_device
+from services.worker.engine.limits import most_logit_rows
 from services.worker.engine.open import open_replica
 from services.worker.engine.open_cuda import open_device
 from services.worker.engine_messages import LoadProgress
@@ -88,6 +90,15 @@ def test_a_replica_on_a_device_serves_and_tells_its_memory(tmp_path: Path, pool_
     assert isinstance(opened.transfers, StagedTransfers)
     speed = measure(opened.runner, num_blocks=8, max_context=96, vocab_size=spec.vocab_size)
     assert speed.prefill_tokens_per_s > 0
+
+
+def test_rows_of_logits_of_the_largest_step(tmp_path: Path) -> None:
+    def rows(**changes: int) -> int:
+        return most_logit_rows(engine_config(tmp_path, -1, max_running=200, **changes))
+
+    assert rows() == rows(speculation_rows=500) == 200 + MOST_ROWS_READ
+    assert rows(speculation_tokens=7, speculation_rows=8) == 200 + MOST_ROWS_READ
+    assert rows(speculation_tokens=7, speculation_rows=500) == 500
 
 
 def test_a_device_that_is_not_there_is_one_clear_line(tmp_path: Path, pool_fd: int) -> None:
