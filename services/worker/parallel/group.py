@@ -18,8 +18,8 @@ import torch.distributed as dist
 from services.worker.errors import RankLost
 from services.worker.model.shard import Shard
 
-# Gloo otherwise takes the interface of the host's name, which others can reach.
-_INTERFACE = ("GLOO_SOCKET_IFNAME", "lo")
+# Whatever this process was started with: others can reach the interface of the host's name, or one that is named.
+_INTERFACE = {"GLOO_SOCKET_IFNAME": "lo"}
 _TAG = 0
 # Its stubs lack most of what it has.
 _distributed: Any = dist
@@ -32,7 +32,7 @@ class Group:
         """Wait for all ranks. store_fd: an empty file that all of them have, open until `close` or the process's end.
         timeout_s: of every operation, this one too. Raises RankLost.
         """
-        os.environ.setdefault(*_INTERFACE)
+        os.environ.update(_INTERFACE)
         self.shard = shard
         self._gathered = torch.empty(0)
         size, timeout = shard.parallelism.stage_size, timedelta(seconds=timeout_s)

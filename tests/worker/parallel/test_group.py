@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,3 +95,11 @@ def test_a_step_without_logits_and_a_malformed_one(tmp_path: Path) -> None:
         assert group.runner.collect().shape == (0, VOCAB_SIZE)
         group.runner.submit(step)
         assert group.runner.collect().isfinite().all()
+
+
+def test_ranks_meet_on_the_loopback_interface_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with thread_group(save_model(make_model("llama3"), tmp_path), Parallelism(2)) as group:
+        group.runner.submit(make_step([Chunk(TOKENS, 0, TABLE)], last_only=True))
+        assert group.runner.collect().isfinite().all()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
