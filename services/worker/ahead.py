@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -15,13 +15,14 @@ from services.worker.sequence import Request, Sequence, Status, blocks_for
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Everything that the scheduler has."""
+    """Everything that the scheduler has. is_parked: of a request that runs when another one has ended, not before."""
 
     requests: Collection[Request]
     running: Items[Sequence]
     waiting: Items[Sequence]
     pool: BlockPool
     limits: SchedulerLimits
+    is_parked: Callable[[Request], bool]
 
     def expected_tokens(self, sequence: Sequence) -> int:
         """Tokens that a waiting sequence will have computed: siblings of a leader hit its blocks of the prompt."""
@@ -35,7 +36,8 @@ class Ahead:
 
     def room(self) -> tuple[int, int, int]:
         """Places and blocks left once everything admitted that can run does, and the tokens of what cannot."""
-        pulling = sum(s.status is Status.PULLING for request in self.requests for s in request.sequences)
+        coming = (request for request in self.requests if not self.is_parked(request))
+        pulling = sum(s.status is Status.PULLING for request in coming for s in request.sequences)
         places = self.limits.max_running - len(self.running) - pulling
         blocks, queued = self.pool.num_available, 0
         for sequence in self.waiting:

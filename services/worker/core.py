@@ -84,7 +84,7 @@ class EngineCore:
         self._grammars = grammars
         self._adapters = adapters
         self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(limits.scheduler, self.pool, block_key)
+        self.scheduler = Scheduler(limits.scheduler, self.pool, block_key, self._is_parked)
         # Transfers may not take so many slots that nothing else runs.
         transfers = replace(
             limits.transfers,
@@ -345,6 +345,10 @@ class EngineCore:
             self.to_mover.append(cancel)
         self.load_changed = True
         return True
+
+    def _is_parked(self, request: Request) -> bool:
+        """Whether it waits for a place for its adapter, which another request has until its end."""
+        return request.awaits_adapter and self._adapters is not None and self._adapters.waits_for_place(request.key)
 
     def _release_adapter(self, key: int) -> None:
         if self._adapters is not None:

@@ -21,7 +21,7 @@ sequence is never preempted for another, so work always ends: a held one ends wh
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 
 from services.common.blocks import BLOCK_TOKENS
@@ -43,12 +43,16 @@ MIN_PREFILL_TOKENS = 32
 class Scheduler:
     """Holds every admitted request until it has finished or is removed."""
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool, block_key: bytes) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, pool: BlockPool, block_key: bytes, is_parked: Callable[[Request], bool]
+    ) -> None:
+        """is_parked: see Ahead."""
         self.requests: dict[int, Request] = {}
         self.preemptions = 0
         self.moves = MoveWishes()
         self._limits = limits
         self._pool = pool
+        self._is_parked = is_parked
         self._registration = Registration(pool, block_key)
         self.speculation = Speculation(pool, limits.speculation_tokens, limits.speculation_rows)
         # Both in (priority, arrival) order.
@@ -176,7 +180,7 @@ class Scheduler:
 
     @property
     def _ahead(self) -> Ahead:
-        return Ahead(self.requests.values(), self._running, self._waiting, self._pool, self._limits)
+        return Ahead(self.requests.values(), self._running, self._waiting, self._pool, self._limits, self._is_parked)
 
     def _sequence(self, request: Request, choice: int) -> Sequence:
         """A choice with the ids of all full blocks that are known of it; it does not wait yet."""

@@ -80,6 +80,10 @@ class Residency:
         loading = any(slot.digest and not slot.is_loaded for slot in self._slots)
         return not self._waiting and not loading and not self._granted
 
+    def waits(self, key: int) -> bool:
+        """Whether the request waits for a slot."""
+        return key in self._waiting
+
     def has_room(self, digest: bytes) -> bool:
         """Whether a request for this adapter may ask."""
         if len(self._waiting) < self._max_waiting:

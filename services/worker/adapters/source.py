@@ -55,5 +55,8 @@ class AdapterSource(Protocol):
     def take(self, now: float) -> Sequence[tuple[int, int | Refused]]:
         """The slots that requests have been given since the last call, or why they get none."""
 
+    def waits_for_place(self, key: int) -> bool:
+        """Whether a request that has begun waits for others to end; else its adapter is there or being loaded."""
+
     def release(self, key: int) -> None:
         """The request has ended. Idempotent; requests without an adapter may be named."""

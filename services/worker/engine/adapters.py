@@ -104,6 +104,10 @@ class Adapters:
         self._start_loads()
         return outcomes
 
+    def waits_for_place(self, key: int) -> bool:
+        """See AdapterSource."""
+        return self._residency.waits(key)
+
     def release(self, key: int) -> None:
         """See AdapterSource."""
         if self._wanted.pop(key, None) is not None:

@@ -138,6 +138,29 @@ def test_full_places_make_a_bounded_queue_with_a_deadline(engine: Engine) -> Non
     assert engine.failures() == {6: "RESOURCE_EXHAUSTED"}
 
 
+def test_who_waits_for_a_place_keeps_nobody_else_from_running(engine: Engine) -> None:
+    engine.core = make_core(adapters=engine.adapters, max_running=5, max_queue_s=0.01)
+    engine.gate.set()
+    for key in (1, 2):
+        engine.core.handle(submit(key, PROMPT, 200, adapter=REFS[key]), 0.0)
+    engine.until(lambda: len(engine.turn()) == 2)
+    engine.core.handle(submit(3, PROMPT, 2, adapter=REFS[3], num_choices=3), 0.0)
+    assert engine.adapters.figures.waiting == 1
+    engine.core.handle(submit(4, [5] * 40, 2), 0.0)
+    assert not any(isinstance(one, StaleRequest) for one in engine.core.to_front)
+    engine.until(lambda: 4 in engine.completed())
+    assert engine.adapters.figures.waiting == 1
+
+
+def test_who_waits_for_an_adapter_to_be_loaded_counts_as_one_who_runs(engine: Engine) -> None:
+    engine.core = make_core(adapters=engine.adapters, max_running=5, max_queue_s=0.01)
+    engine.core.handle(submit(1, PROMPT, 2, adapter=REFS[1], num_choices=5), 0.0)
+    engine.core.handle(submit(2, [5] * 40, 2), 0.0)
+    assert [one.key for one in engine.core.to_front if isinstance(one, StaleRequest)] == [2]
+    engine.gate.set()
+    engine.until(lambda: 1 in engine.completed())
+
+
 def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone(engine: Engine) -> None:
     engine.core.handle(submit(1, PROMPT, 2, adapter=BROKEN), 0.0)
     engine.core.handle(submit(2, PROMPT, 2, adapter=REFS[0]), 0.0)
