@@ -33,7 +33,7 @@ _MODULES = {
 _NAMES = {module: name for name, module in _MODULES.items()}
 _TARGETS = tuple(f"{name}_proj" for name in PROJECTIONS)
 _TENSOR = re.compile(
-    r"base_model\.model\.(?:model\.)?layers\.(\d{1,4})\.([a-z_]+\.[a-z_]+)\.lora_([AB])(?:\.default)?\.weight"
+    r"base_model\.model\.(?:model\.)?layers\.([0-9]{1,4})\.([a-z_]+\.[a-z_]+)\.lora_([AB])(?:\.default)?\.weight"
 )
 # Fields that change what is computed; anything but these values of theirs is refused.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
@@ -163,7 +163,9 @@ def _projections(tensors: Mapping[str, AdapterTensor], rank: int) -> Iterable[Ad
         found = _TENSOR.fullmatch(name)
         if found is None or found[2] not in _NAMES:
             raise InvalidAdapter(f"tensor {name} has no place: only projections of attention and MLP can be adapted")
-        sides.setdefault((int(found[1]), _NAMES[found[2]]), {})[found[3]] = tensor
+        pair = sides.setdefault((int(found[1]), _NAMES[found[2]]), {})
+        if pair.setdefault(found[3], tensor) is not tensor:
+            raise InvalidAdapter(f"tensor {name} is there under another name, too")
     if not sides:
         raise InvalidAdapter(f"{WEIGHTS_FILE} holds no tensors")
     for (layer, name), pair in sorted(sides.items()):

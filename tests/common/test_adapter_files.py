@@ -69,6 +69,14 @@ def test_configurations_that_are_refused(tmp_path: Path, changes: dict[str, Any]
     [
         ({f"{PREFIX}A.weight": torch.zeros(4, 32)}, "q_proj of layer 0 has lora_A alone"),
         ({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}, "lm_head.lora_A.weight has no place"),
+        (
+            {f"{PREFIX}A.weight": torch.zeros(4, 32), f"{PREFIX}A.default.weight": torch.ones(4, 32)},
+            "lora_A.*weight is there under another name, too",
+        ),
+        (
+            {name: torch.zeros(4, 32) for name in (f"{PREFIX}A.weight", f"{PREFIX}A.weight".replace("s.0", "s.00"))},
+            "lora_A.weight is there under another name, too",
+        ),
         ({f"{PREFIX}magnitude_vector": torch.zeros(4)}, "is F32 \\[4\\]: a matrix of"),
         ({f"{PREFIX}A.weight": torch.zeros(4, 32, dtype=torch.int32)}, "is I32 \\[4, 32\\]: a matrix of"),
     ],
