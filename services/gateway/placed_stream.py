@@ -198,6 +198,8 @@ class PlacedStream:
             self._on_stale()
         elif end.code == grpc.StatusCode.UNIMPLEMENTED:
             self._on_too_old()
+        elif end.code == grpc.StatusCode.FAILED_PRECONDITION and self.job.adapter and not self._second.is_preparing:
+            self._on_no_adapter(attempt)
         elif end.code == grpc.StatusCode.RESOURCE_EXHAUSTED:
             self._raise(WorkerFailed("the answer was read too slowly"))
         else:
@@ -214,6 +216,17 @@ class PlacedStream:
         _log.info("worker_too_old", worker_id=self.worker_id)
         self._placing.setbacks.excluded.append(self.worker_id)
         self._end_attempt(OUTCOME_CANCELLED)
+        self._placing.again()
+
+    def _on_no_adapter(self, attempt: PlacedAttempt) -> None:
+        """The worker cannot load the adapter: no failure of the worker, nor a retry that the tenant is to lack then."""
+        setbacks = self._placing.setbacks
+        setbacks.failed(attempt.worker_id)
+        self.placement.metrics.count_retry("no_adapter")
+        _log.warning("adapter_not_loaded", worker_id=self.worker_id, attempt=attempt.number)
+        self._end_attempt(OUTCOME_CANCELLED)
+        if setbacks.failures >= self.placement.max_attempts:
+            raise WorkerFailed(f"{setbacks.failures} workers in a row could not load the adapter")
         self._placing.again()
 
     def _on_silence(self, attempt: PlacedAttempt) -> None:

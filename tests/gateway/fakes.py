@@ -96,6 +96,7 @@ class Script:
     `tokens` of every choice come one by one, those that are known aside; `by_choice`: of each its own. fail_after,
     hang_after and move_after (when it would rather not go on) count what this attempt has said of each choice; it goes
     on after such a wish once go_on_after is set.
+    fail_admitted: it fails with this status once it is admitted.
     fail_held: it fails instead of being prepared. leave_held: it would rather not go on before it is. prepare_s:
     that takes it so long, every time, and not before prepare_after. takes_more: it may be told more then. prefill_s:
     the first token of one that is not held takes it so long. fail_scoring: it fails when it has told log probabilities
@@ -110,6 +111,7 @@ class Script:
     mute: bool = False
     fail_after: int | None = None
     fail_before_admission: grpc.StatusCode | None = None
+    fail_admitted: grpc.StatusCode | None = None
     hang_after: int | None = None
     move_after: int | None = None
     fail_held: bool = False
@@ -236,6 +238,8 @@ class FakeWorker(WorkerServicer):
             return
         admitted = Admitted(worker_id=self.worker_id, cached_tokens=script.cached, protocol=self.protocol)
         yield WorkerGenerateResponse(admitted=admitted)
+        if script.fail_admitted is not None:
+            raise Scripted(script.fail_admitted)
         if request.hold_s:
             if script.leave_held:
                 yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=MOVE_REASON_DRAINING))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 import pytest_asyncio
 from google.protobuf.empty_pb2 import Empty
-from kvmesh.v1.router_pb2 import ServedAdapter
+from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, ServedAdapter
 
 from services.common.release import ADAPTER_PROTOCOL
 from tests.gateway.conftest import ANSWER, Mesh
@@ -69,6 +70,20 @@ async def test_adapters_are_listed_with_their_base_and_unknown_ones_are_not_foun
     for name in (f"{BASE}:second", f"{BASE}:", ":first", "nobody's:lost"):
         status, error, _ = await mesh.error("Completions", {"model": name, "prompt": "hi"})
         assert (status.name, error["code"]) == ("NOT_FOUND", "model_not_found"), name
+
+
+async def test_who_cannot_load_an_adapter_has_not_failed(mesh: Mesh) -> None:
+    await report(mesh, FIRST)
+    unable = Script(fail_admitted=grpc.StatusCode.FAILED_PRECONDITION)
+    mesh.plan[:] = [unable, Script(mesh.text.encode_text(ANSWER))]
+    value = await mesh.complete("Once upon a time", model=f"{BASE}:first")
+    assert value["choices"][0]["text"] == ANSWER
+    mesh.plan[:] = [unable]
+    mesh.router.dones.clear()
+    status, error, _ = await mesh.error("Completions", {"model": f"{BASE}:first", "prompt": "hi"})
+    assert (status, "could not load the adapter" in error["message"]) == (grpc.StatusCode.UNAVAILABLE, True)
+    await eventually(lambda: len(mesh.router.dones) == mesh.gateway.core.placement.max_attempts)
+    assert {done.outcome for done in mesh.router.dones} == {OUTCOME_CANCELLED}
 
 
 async def test_a_rescued_answer_goes_on_with_its_adapter(mesh: Mesh) -> None:
