@@ -93,6 +93,8 @@ class GatewaySettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_on_demand(self) -> Self:
+        if not self.on_demand_models:
+            return self
         unknown = set(self.on_demand_models) - {resolve_model(spec).name for spec in self.models}
         if unknown:
             raise ValueError(f"on_demand_models names {', '.join(sorted(unknown))}, not among models")
