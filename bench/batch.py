@@ -79,8 +79,9 @@ async def _measure(
     await _streams(mesh, "warm-up", given, rng)
     rounds = [await _streams(mesh, "alone", given, rng)]
     batch_id = await asyncio.to_thread(client.begin, given.lines, LINE.prompt_tokens, LINE.output_tokens, rng)
-    while (await asyncio.to_thread(client.progress, batch_id))[1] < given.lines // 50:  # noqa: ASYNC110
-        await asyncio.sleep(_POLL_S)
+    async with asyncio.timeout(_END_S):
+        while (await asyncio.to_thread(client.progress, batch_id))[1] < given.lines // 50:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
     rounds.append(await _streams(mesh, "beside the batch", given, rng, client, batch_id))
     killing = asyncio.create_task(_kill_all(mesh))
     rounds.append(await _streams(mesh, "beside it, with kills", given, rng, client, batch_id))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from services.common.blocks import TENANT_TAG_BYTES
+from services.common.durable_file import replace_file
 from services.common.generations import MAX_GENERATION, Generations
 
 
@@ -29,12 +29,6 @@ def _is_generation(tag: str, generation: object) -> bool:
 
 
 def save_generations(path: Path, generations: Generations) -> None:
-    """Replace the file. Raises OSError; then the old one is still there."""
+    """Replace the file. Raises OSError; then the old one may still be there."""
     table = {tag.hex(): generation for tag, generation in generations.beyond({}).items()}
-    temporary = path.with_name(path.name + ".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        json.dump(table, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_file(path, json.dumps(table).encode("ascii"))

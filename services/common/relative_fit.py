@@ -66,8 +66,7 @@ class RelativeFit:
         if self._unknown:
             self._values = self._solve()
             self._unknown = 0
-        result: npt.NDArray[np.float64] = self._values / self._scales
-        return result
+        return self.latest
 
     @property
     def latest(self) -> npt.NDArray[np.float64]:

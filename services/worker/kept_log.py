@@ -23,7 +23,7 @@ Response = worker_pb2.WorkerGenerateResponse
 
 
 class KeptLog:
-    """Responses of one attempt; bounded by its max_tokens, for each token is said once."""
+    """Responses of one attempt; bounded by its prompt and max_tokens, for each token is said once."""
 
     def __init__(self) -> None:
         self.is_over = False

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import msgspec
 from kvmesh.v1.common_pb2 import Usage
 
+from services.gateway.api.openai_prompts import PRIORITIES, prompts_of
 from services.gateway.errors import InvalidRequest
 from services.gateway.output import Embedded
 from services.gateway.request import GenerationRequest, Plan, Sampling
 
 EMBEDDINGS = "embeddings"
-_PRIORITIES = {"interactive": 1, "standard": 2, "batch": 3}
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
@@ -43,11 +43,11 @@ def embedding_request(body: EmbeddingBody) -> tuple[GenerationRequest, Embedding
         raise InvalidRequest(f"dimensions must be at least 1, not {body.dimensions}", "dimensions")
     request = GenerationRequest(
         model=body.model,
-        prompts=_inputs(body.input),
+        prompts=prompts_of(body.input, "input"),
         sampling=Sampling(temperature=0.0, seed=0),
         max_tokens=1,
         cache_salt=body.cache_salt or "",
-        priority=_PRIORITIES.get(body.priority or "", 0),
+        priority=PRIORITIES.get(body.priority or "", 0),
         embeds=True,
     )
     return request, EmbeddingFormat(is_base64=body.encoding_format == "base64", dimensions=body.dimensions)
@@ -61,15 +61,6 @@ def embedding_reply(plan: Plan, form: EmbeddingFormat, vectors: list[Embedded], 
     ]
     tokens = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
     return {"object": "list", "data": data, "model": plan.name or plan.model, "usage": tokens}
-
-
-def _inputs(given: str | list[Any]) -> list[str | list[int]]:
-    if isinstance(given, str):
-        return [given]
-    kinds = {type(item) for item in given}
-    if len(kinds) > 1:
-        raise InvalidRequest("input must be a string, or a list of strings, of token ids or of token id lists", "input")
-    return [given] if kinds == {int} else given
 
 
 def _written(values: bytes, form: EmbeddingFormat) -> str | list[float]:

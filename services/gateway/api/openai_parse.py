@@ -8,6 +8,7 @@ import msgspec
 
 from services.gateway.api.openai_embeddings import EMBEDDINGS, EmbeddingBody, EmbeddingFormat, embedding_request
 from services.gateway.api.openai_form import answer_form
+from services.gateway.api.openai_prompts import PRIORITIES, prompts_of
 from services.gateway.api.openai_schema import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -26,7 +27,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 CHAT, COMPLETIONS = "chat", "completions"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _REPLACED = {"functions": "tools", "function_call": "tool_choice"}
-_PRIORITIES = {"interactive": 1, "standard": 2, "batch": 3}
 # The other tiers leave the class to the tenant's default.
 _TIERS = {"priority": "interactive", "flex": "batch"}
 _I64_MIN, _U64 = -(2**63), 2**64
@@ -199,7 +199,7 @@ def _priority(body: CommonBody) -> int:
     wanted = {name: value for name, value in given.items() if value is not None}
     if len(set(wanted.values())) > 1:
         raise InvalidRequest(f"{' and '.join(wanted)} disagree", list(wanted)[-1])
-    return _PRIORITIES[next(iter(wanted.values()))] if wanted else 0
+    return PRIORITIES[next(iter(wanted.values()))] if wanted else 0
 
 
 def _format(endpoint: str, body: CommonBody, logprobs: int | None, *, has_calls: bool = False) -> ReplyFormat:
@@ -247,14 +247,7 @@ def _content(message: ChatMessageBody, where: str) -> str:
 def _prompts(prompt: str | list[Any] | None) -> list[str | list[int]]:
     if prompt is None:
         raise InvalidRequest("prompt must be given", "prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(item) for item in prompt}
-    if len(kinds) > 1:
-        raise InvalidRequest(
-            "prompt must be a string, or a list of strings, of token ids or of token id lists", "prompt"
-        )
-    return [prompt] if kinds == {int} else prompt
+    return prompts_of(prompt, "prompt")
 
 
 def _seed(seed: int | None) -> int | None:

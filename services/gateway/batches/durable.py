@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
+from services.common.durable_file import sync_folder
+
 R = TypeVar("R")
 
 
@@ -71,12 +73,3 @@ def temporary_beside(path: Path) -> Path:
 def is_temporary(name: str) -> bool:
     """Whether a file was not complete when its writer last wrote."""
     return name.startswith(".")
-
-
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder survive a loss of power. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

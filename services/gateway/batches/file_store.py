@@ -14,13 +14,13 @@ from typing import BinaryIO
 
 import msgspec
 
+from services.common.durable_file import sync_folder
 from services.gateway.batches.durable import (
     create,
     is_temporary,
     make_folder,
     publish,
     read_record,
-    sync_folder,
     temporary_beside,
 )
 from services.gateway.batches.layout import Layout, is_file_id, new_file_id

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
 import msgspec
 
+from services.common.durable_file import replace_file
 from services.common.settings import ConfigurationError
-from services.gateway.batches.durable import sync_folder
 from services.gateway.usage.ledger import LedgerState
 
 
@@ -30,11 +29,4 @@ def save_ledger(path: Path, state: LedgerState) -> None:
     """Replace the file, for good: one that came back after a loss of power would number other batches like those that
     Redis has had since, and these would be lost. Raises OSError; then the old one may still be there.
     """
-    temporary = path.with_name(path.name + ".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(state))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
+    replace_file(path, msgspec.json.encode(state))

@@ -70,7 +70,7 @@ class CpuRunner:
         return step.result()
 
     def hidden(self) -> torch.Tensor:
-        """Of the step that was collected last: float32 [L, hidden size], a fresh tensor."""
+        """Of the step that was collected last: float32 [L, hidden size], valid until the next submit."""
         return self.decoder.hidden()
 
     def close(self) -> None:
