@@ -17,7 +17,7 @@ _WORDS = ("river", "stone", "garden", "light", "window", "paper", "music", "wint
 _PROMPT_WORDS = 48
 # Of a text, where its stop string is taken from, and how long that is.
 _STOP_SHARE, _STOP_CHARACTERS = 0.6, 12
-_SCHEMA: dict[str, Any] = {
+SCHEMA: dict[str, Any] = {
     "type": "json_schema",
     "json_schema": {
         "name": "story",
@@ -33,7 +33,7 @@ _SCHEMA: dict[str, Any] = {
         },
     },
 }
-_TOOLS = [{"type": "function", "function": {"name": "tell", "parameters": _SCHEMA["json_schema"]["schema"]}}]
+TOOLS = [{"type": "function", "function": {"name": "tell", "parameters": SCHEMA["json_schema"]["schema"]}}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ KINDS: tuple[Kind, ...] = (
     Kind("keyed", fields={"temperature": 1}, is_keyed=True),
     Kind("keyed unary", CHAT, {"temperature": 1, "n": 2}, streams=False, is_keyed=True),
     # Ends by itself, at the latest with the last field.
-    Kind("schema", CHAT, {"temperature": 1, "n": 2, "ignore_eos": False, "response_format": _SCHEMA}),
-    Kind("tools", CHAT, {"temperature": 1, "ignore_eos": False, "tools": _TOOLS, "tool_choice": "required"}),
+    Kind("schema", CHAT, {"temperature": 1, "n": 2, "ignore_eos": False, "response_format": SCHEMA}),
+    Kind("tools", CHAT, {"temperature": 1, "ignore_eos": False, "tools": TOOLS, "tool_choice": "required"}),
 )
 
 

@@ -1,4 +1,4 @@
-"""Clients of `bench.chaos` and `bench.handoff_faults`: what each is told, when, and how it differs from another answer.
+"""Clients of `bench.chaos` and others: what each is told, when, and how it differs from another answer.
 
 A client without a key asks again only as long as it was refused before its answer began. One with a key repeats its
 request whenever the connection breaks, as clients of a gateway that dies do, and looks that the new answer begins as
@@ -31,7 +31,7 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Choice:
-    """One of an answer. text: with what is called and how. logprobs: as they came, joined."""
+    """One of an answer. text: with what is called and how. logprobs: as they came, joined; of embeddings the vector."""
 
     text: str = ""
     finish: str | None = None
@@ -132,11 +132,13 @@ def _take(answer: Answer, data: str) -> None:
     if "error" in event:
         answer.error = event["error"]["message"]
         return
-    for told in event["choices"]:
+    for embedded in event.get("data", ()):
+        answer.choices[embedded["index"]] = Choice(logprobs=embedded["embedding"])
+    for told in event.get("choices", ()):
         _take_choice(answer.choices.setdefault(told["index"], Choice()), told)
         answer.begun.set()
     if event.get("usage"):
-        answer.output_tokens = event["usage"]["completion_tokens"]
+        answer.output_tokens = event["usage"].get("completion_tokens")
 
 
 def _take_choice(choice: Choice, told: Mapping[str, Any]) -> None:

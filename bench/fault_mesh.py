@@ -28,6 +28,7 @@ IDLE_ZEROS: dict[str, tuple[str, ...]] = {
         "kvmesh_worker_running_requests",
         "kvmesh_worker_waiting_requests",
         "kvmesh_worker_held_requests",
+        "kvmesh_worker_adapter_waiting_requests",
         "kvmesh_worker_referenced_blocks",
         "kvmesh_worker_pins",
         "kvmesh_mover_open_leases",
@@ -36,6 +37,7 @@ IDLE_ZEROS: dict[str, tuple[str, ...]] = {
     "gateway": (
         "kvmesh_gateway_inflight_requests",
         "kvmesh_gateway_waiting_requests",
+        "kvmesh_gateway_cold_requests",
         "kvmesh_gateway_open_attempts",
         "kvmesh_gateway_open_asks",
         "kvmesh_gateway_open_records",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvmesh.v1 import kvstore_pb2
 
+from bench.process_memory import numbers_of
 from services.common.keys import KeySpace, location_key
 from services.common.redis_client import COMMAND_TIMEOUT_S, connect_redis
 
@@ -54,8 +55,8 @@ class Probe:
 
     async def sample(self, stats: kvstore_pb2.StatsResponse) -> Sample:
         """Now; `stats` are the node's own."""
-        rollup = _fields(Path(f"/proc/{self._pid}/smaps_rollup"))
-        status = _fields(Path(f"/proc/{self._pid}/status"))
+        rollup = numbers_of(Path(f"/proc/{self._pid}/smaps_rollup"))
+        status = numbers_of(Path(f"/proc/{self._pid}/status"))
         files = list(_files(self._ssd_path))
         async with asyncio.timeout(COMMAND_TIMEOUT_S):
             memory = await self._redis.info("memory")
@@ -89,14 +90,3 @@ def _files(folder: Path) -> Iterator[os.stat_result]:
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):
             yield entry.stat()
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """The numbers of a file of `name: number` lines."""
-    found: dict[str, int] = {}
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if words and words[0].isdigit():
-            found[name] = int(words[0])
-    return found

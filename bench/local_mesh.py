@@ -31,19 +31,15 @@ class LocalMesh:
 
     def kvmesh(self, *arguments: str) -> str:
         """What a command prints. Raises RuntimeError when it fails."""
-        return _kvmesh(self.folder, self._environment, *arguments)
+        return run_kvmesh(self.folder, self._environment, *arguments)
 
     def total(self, kind: str, metric: str, label: str = "") -> float:
         """A metric's sum over the processes of a kind, where its labels have `label`; 0 where none has it."""
         return sum(_sum(one["metrics"], metric, label) for one in self.processes if one["kind"] == kind)
 
     def pids(self) -> dict[str, int]:
-        """Every process, a worker's children as NAME/ROLE."""
-        found: dict[str, int] = {}
-        for one in self.processes:
-            found[one["name"]] = one["pid"]
-            found |= {f"{one['name']}/{child['role']}": child["pid"] for child in one["children"]}
-        return found
+        """Every process, as `pids_of` names them."""
+        return pids_of(self.processes)
 
 
 @contextmanager
@@ -62,14 +58,25 @@ def started(flags: Sequence[str], environment: Mapping[str, str]) -> Iterator[tu
     given = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)} | dict(environment)
     with tempfile.TemporaryDirectory(prefix="kvm-") as name:
         folder, port = Path(name), next(free_ports())
-        _kvmesh(folder, given, "up", "--detach", "--http-port", str(port), *flags)
+        run_kvmesh(folder, given, "up", "--detach", "--http-port", str(port), *flags)
         try:
             yield folder, port, given
         finally:
-            _kvmesh(folder, given, "down")
+            run_kvmesh(folder, given, "down")
 
 
-def _kvmesh(folder: Path, environment: Mapping[str, str], *arguments: str) -> str:
+def pids_of(processes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Of what `kvmesh ps --json` tells: all that run, a worker's children as NAME/ROLE."""
+    found: dict[str, int] = {}
+    for one in processes:
+        if one["pid"]:
+            found[one["name"]] = one["pid"]
+        found |= {f"{one['name']}/{child['role']}": child["pid"] for child in one["children"]}
+    return found
+
+
+def run_kvmesh(folder: Path, environment: Mapping[str, str], *arguments: str) -> str:
+    """What a command on the mesh of this state folder prints. Raises RuntimeError when it fails."""
     command = (sys.executable, "-m", "services.cli", *arguments, "--state", str(folder))
     done = subprocess.run(
         command, env=dict(environment), capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
