@@ -33,7 +33,7 @@ OWN_SERVICE = {
 
 
 def test_ps_lists_every_process_with_the_promised_fields(mesh: Mesh) -> None:
-    entries = mesh.ps()
+    entries = json.loads(mesh.kvmesh("ps", "--json").stdout)
     assert {entry["kind"] for entry in entries} == {"envoy", "valkey", *OWN_SERVICE}
     for entry in entries:
         assert {"name", "kind", "pid", "address", "metrics", "ready", "children"} <= entry.keys()

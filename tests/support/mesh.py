@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import re
 import signal
@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from services.cli.listing import list_processes
+from services.cli.state import StateDir
 from tests.support.processes import clean_environment, free_port
 
 KVMESH = (sys.executable, "-m", "services.cli")
@@ -28,7 +31,7 @@ def wait_for(condition: Callable[[], bool], *, within_s: float, what: str) -> fl
     while not condition():
         if time.monotonic() - start > within_s:
             raise AssertionError(f"not within {within_s} s: {what}")
-        time.sleep(0.05)
+        time.sleep(0.1)
     return time.monotonic() - start
 
 
@@ -46,13 +49,18 @@ class Mesh:
         return f"http://127.0.0.1:{self.port}"
 
     def ps(self) -> list[dict[str, Any]]:
-        """Every process of the mesh as `kvmesh ps --json` tells it."""
-        output = self.kvmesh("ps", "--json").stdout
-        return json.loads(output)  # type: ignore[no-any-return]
+        """Every process of the mesh as `kvmesh ps --json` tells it, without a process that must start for it."""
+        with ThreadPoolExecutor(1) as thread:  # The caller's may run an event loop.
+            return thread.submit(asyncio.run, list_processes(StateDir(self.state))).result()
 
     def process(self, name: str) -> dict[str, Any]:
         """The entry of one process."""
         return next(entry for entry in self.ps() if entry["name"] == name)
+
+    def published(self, name: str) -> dict[str, Any]:
+        """What the supervisor last told of one process, which nobody is asked for: its pid and addresses."""
+        processes = StateDir(self.state).snapshot()["processes"]
+        return next(entry for entry in processes if entry["name"] == name)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """The entries of one kind."""
@@ -60,18 +68,18 @@ class Mesh:
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to one process."""
-        os.kill(self.process(name)["pid"], number)
+        os.kill(self.published(name)["pid"], number)
 
     def replace(self, name: str) -> None:
         """Kill one process, and wait until the supervisor has started another one and everything is ready."""
-        before = self.process(name)["pid"]
+        before = self.published(name)["pid"]
         self.kill(name)
-        wait_for(lambda: self.process(name)["pid"] not in (None, before), within_s=60, what="a new process")
+        wait_for(lambda: self.published(name)["pid"] not in (None, before), within_s=60, what="a new process")
         self.wait_ready()
 
     def metrics(self, name: str) -> dict[str, float]:
         """Samples of a process's `/metrics`, by series name with labels."""
-        return scrape(self.process(name)["metrics"])
+        return scrape(self.published(name)["metrics"])
 
     def wait_ready(self, within_s: float = 120) -> None:
         """Wait until every process says that it is ready."""
