@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
+import random
+
+from services.cli.ports import FIRST_PORT, is_free
 
 # What would configure a service from the shell that the tests run in.
 _PREFIXES = ("KVMESH_", "OTEL_", "REDIS_")
+_LOWEST_PORT = 10_000
+# Not the generator that hypothesis seeds.
+_random = random.SystemRandom()
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
@@ -15,7 +20,10 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago, below those that meshes choose and that outgoing connections get.
+
+    So what listens there finds it free again when it is started anew.
+    """
+    while not is_free("127.0.0.1", port := _random.randrange(_LOWEST_PORT, FIRST_PORT)):
+        pass
+    return port
