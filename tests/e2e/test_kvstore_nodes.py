@@ -11,21 +11,23 @@ from tests.support.completions import Completion, complete
 from tests.support.mesh import Mesh, running_mesh, total, wait_for
 
 _WORDS = 150
-# Enough other prompts to push one out of the worker's pool.
-_OTHERS = 6
+# Enough other prompts of 37 blocks to push one out of the worker's pool, which has 88.
+_OTHERS = 3
+# Which node is asked is the router's affair: of so many pulls both get one.
+_PULLS = 20
 
 
 @pytest.fixture(scope="module")
 def nodes_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """Over gRPC a puller on the same host counts as one of another host."""
-    options = ("--workers", "1", "--kvstores", "2", "--kv-cache-mb", "64", "--kvstore-mb", "512")
+    options = ("--workers", "1", "--kvstores", "2", "--kv-cache-mb", "32", "--kvstore-mb", "512")
     env = {"KVMESH_TRANSPORT": "grpc", "KVMESH_REPLICATE_LEASES": "2", "KVMESH_REPLICATE_WINDOW_S": "120"}
     with running_mesh(tmp_path_factory.mktemp("nodes"), *options, env=env) as running:
         yield running
 
 
 def ask(mesh: Mesh, number: int) -> Completion:
-    return complete(mesh.url, number, _WORDS, 12)
+    return complete(mesh.url, number, _WORDS, 8)
 
 
 def of_node(mesh: Mesh, name: str, metric: str) -> float:
@@ -54,13 +56,16 @@ def test_a_copied_prefix_outlives_its_node_and_any_other_is_computed_again(nodes
     wait_for(lambda: of_node(mesh, other, "replicated_blocks_total") >= 25, within_s=60, what="copied")
 
     hits = {name: of_node(mesh, name, "hit_blocks_total") for name in names}
-    for number in range(4):
+    for number in range(_PULLS):
         forget(mesh, 200 + 10 * number)
         assert ask(mesh, 0).text == first.text
-    assert all(of_node(mesh, name, "hit_blocks_total") > hits[name] for name in names), "both serve"
+        if all(of_node(mesh, name, "hit_blocks_total") > hits[name] for name in names):
+            break
+    else:
+        raise AssertionError("one of the nodes serves nothing")
 
     mesh.replace(holder)
-    forget(mesh, 300)
+    forget(mesh, 500)
     before = of_node(mesh, other, "hit_blocks_total")
     served = ask(mesh, 0)
     assert served.text == first.text
@@ -70,7 +75,7 @@ def test_a_copied_prefix_outlives_its_node_and_any_other_is_computed_again(nodes
     lonely = ask(mesh, 50)
     for name in names:
         mesh.replace(name)
-    forget(mesh, 400)
+    forget(mesh, 600)
     computed = ask(mesh, 50)
     assert computed.text == lonely.text
     assert computed.cached_tokens < 32
