@@ -216,7 +216,9 @@ async def test_waiting_copies_and_their_pace_are_bounded(
         await push(transport, first, ids)
     started_s = time.monotonic()
     answers = [(await ask(second, ids, first)).refused for ids in chains]
-    assert 4 <= answers.count("") <= 7
+    # One under way, four that wait, and one more for each whose time has passed meanwhile.
+    passed = (time.monotonic() - started_s) * 2**20 / (8 * BLOCK_BYTES)
+    assert 4 <= answers.count("") <= 6 + passed
     assert answers.count("busy") == 12 - answers.count("")
     assert (await replication(second)).refused_copies == answers.count("busy")
     counted = total(scrape(second.ready["metrics"]), "kvmesh_kvstore_replication_refused_total", reason="busy")
