@@ -42,7 +42,7 @@ class Running:
     children: dict[str, Child]
 
     async def valkey(self, command: str) -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await valkey_reply(self.children["valkey"].spec.address, PASSWORD, command)
 
     def pid(self, kind: str) -> int | None:
@@ -152,7 +152,7 @@ async def test_valkey_leaves_its_data_to_its_successor_and_to_no_other(tmp_path:
         before = mesh.pid("valkey")
         assert before is not None
         os.kill(before, signal.SIGKILL)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (mesh.pid("valkey") not in (None, before) and valkey.ready.is_set()):
                 await asyncio.sleep(0.02)
         assert await mesh.valkey("EXISTS kept") == ":0"

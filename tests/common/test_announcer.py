@@ -94,7 +94,7 @@ async def test_it_keeps_nothing_back_and_leaves_nothing_behind(client: RedisClie
     ids = [BlockId(os.urandom(16)) for _ in range(700)]
     announcer.add(ids, Tier.RAM)
     announcer.add(ids[:3], Tier.SSD)
-    await announcer.flushed(5)
+    await announcer.flushed(60)
     blocks = announcer._keys.blocks("kvstore/k")
     stored = await client.hgetall(blocks)
     assert stored == dict.fromkeys(ids, b"\x01") | dict.fromkeys(ids[:3], b"\x02")
@@ -109,10 +109,10 @@ async def test_a_server_that_forgets_the_script_gets_it_again(client: RedisClien
     announcer = Announcer(client, kind="worker", location_id="w", epoch=1)
     running = asyncio.create_task(announcer.run())
     announcer.add(IDS[:1], Tier.HBM)
-    await announcer.flushed(5)
+    await announcer.flushed(60)
     await client.script_flush()
     announcer.add(IDS[1:2], Tier.HBM)
-    await announcer.flushed(5)
+    await announcer.flushed(60)
     assert await client.hlen(announcer._keys.blocks("worker/w")) == 2
     running.cancel()
 
@@ -121,7 +121,7 @@ async def test_while_redis_is_away_memory_is_bounded_by_what_is_held(valkey: Val
     announcer = Announcer(client, kind="worker", location_id="w", epoch=1)
     running = asyncio.create_task(announcer.run())
     announcer.add(IDS, Tier.HBM)
-    await announcer.flushed(5)
+    await announcer.flushed(60)
     valkey.kill()
     for number in range(1, 5001):
         id_ = BlockId(number.to_bytes(16, "big"))

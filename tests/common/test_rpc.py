@@ -68,13 +68,13 @@ async def test_only_who_asks_after_a_service_is_told_that_it_ends() -> None:
     async with open_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         await server.set_ready(True)
-        await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert await server.balancers_told(0)
-        await stub.Check(health_pb2.HealthCheckRequest(service="kvmesh.v1.KvStore"), timeout=5)
+        await stub.Check(health_pb2.HealthCheckRequest(service="kvmesh.v1.KvStore"), timeout=30)
         await server.set_ready(False)
         assert not await server.balancers_told(0)
         for _ in range(2):
-            await stub.Check(health_pb2.HealthCheckRequest(service="kvmesh.v1.KvStore"), timeout=5)
+            await stub.Check(health_pb2.HealthCheckRequest(service="kvmesh.v1.KvStore"), timeout=30)
         assert await server.balancers_told(0)
     await server.stop(0)
 

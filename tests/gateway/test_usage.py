@@ -309,7 +309,7 @@ async def test_a_save_whose_caller_was_cancelled_does_not_undo_the_last_one(
     def slow(path: Path, state: LedgerState) -> None:
         if not began.is_set():
             began.set()
-            assert may_go_on.wait(10)
+            assert may_go_on.wait(60)
         save_ledger(path, state)
 
     monkeypatch.setattr(book_module, "save_ledger", slow)

@@ -144,7 +144,7 @@ async def test_requests_go_where_their_blocks_are(tmp_path: Path, valkey: Valkey
     async with router(tmp_path, valkey.url) as process:
         await process.workers_ready(2)
         workers[1].announcer.add(ids, Tier.HBM)
-        await workers[1].announcer.flushed(5)
+        await workers[1].announcer.flushed(60)
 
         async def indexed() -> bool:
             return (await process.describe()).indexed_blocks == 30
@@ -180,7 +180,7 @@ async def test_a_digest_that_is_not_the_holders_is_told_as_a_metric(
 ) -> None:
     async with router(tmp_path, valkey.url) as process:
         workers[0].announcer.add(chain(5), Tier.HBM)
-        await workers[0].announcer.flushed(5)
+        await workers[0].announcer.flushed(60)
 
         async def indexed() -> bool:
             return (await process.describe()).indexed_blocks == 5
@@ -264,7 +264,7 @@ async def test_redis_going_and_coming_back_fails_no_request(
     async with router(tmp_path, valkey.url) as process:
         await process.workers_ready(2)
         workers[1].announcer.add(ids, Tier.HBM)
-        await workers[1].announcer.flushed(5)
+        await workers[1].announcer.flushed(60)
         stream = process.route()
 
         async def found() -> bool:
@@ -288,7 +288,7 @@ async def test_redis_going_and_coming_back_fails_no_request(
         for _ in range(50):
             assert await found()
             await asyncio.sleep(0.02)
-        await workers[1].announcer.flushed(5)
+        await workers[1].announcer.flushed(60)
         stream.call.cancel()
 
 

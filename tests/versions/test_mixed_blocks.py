@@ -68,7 +68,7 @@ class Scene:
             assert await asyncio.to_thread(process.wait, 60) == 0
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(30)
 
     def _targets(self) -> list[int]:
         """How often each worker has found a node for its blocks."""

@@ -180,6 +180,6 @@ async def test_what_operators_set_applies_in_both(mesh: Mesh, view: View) -> Non
         return [view.of(name, "kvmesh_router_drained_workers") for name in ("router-0", "router-1")]
 
     mesh.kvmesh("ctl", "drain", "worker-0")
-    wait_for(lambda: drained() == [1, 1], within_s=30, what="drained in both releases")
+    wait_for(lambda: drained() == [1, 1], within_s=60, what="drained in both releases")
     mesh.kvmesh("ctl", "undrain", "worker-0")
-    wait_for(lambda: drained() == [0, 0], within_s=30, what="back in both releases")
+    wait_for(lambda: drained() == [0, 0], within_s=60, what="back in both releases")

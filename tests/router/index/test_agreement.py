@@ -121,7 +121,7 @@ async def test_routers_agree_with_the_holders_after_any_of_it(valkey: Valkey, cl
         holders["k2"].clear()
         await churn(100)
         for holder in holders.values():
-            await holder.announcer.flushed(5)
+            await holder.announcer.flushed(60)
             await client.xtrim(holder.announcer._keys.changes, maxlen=2, approximate=False)
         routers[0].follow()
         await churn(30)

@@ -111,7 +111,7 @@ async def test_redis_coming_back_empty_loses_nothing(valkey: Valkey, mesh: Mesh)
     while mesh.held() != wanted:
         assert len(mesh.held() or {}) >= 995
         await asyncio.sleep(0.005)
-    await announcer.flushed(5)
+    await announcer.flushed(60)
     assert await mesh.client.hlen(announcer._keys.blocks("worker/w1")) == len(wanted)
 
 
@@ -140,7 +140,7 @@ async def test_a_redis_that_hangs_is_caught_up_with(valkey: Valkey, mesh: Mesh) 
     finally:
         valkey.resume()
     await eventually(lambda: mesh.held() == tiers(ids))
-    await announcer.flushed(5)
+    await announcer.flushed(60)
     # What was sent and not answered has been applied once.
     assert await mesh.client.xlen(announcer._keys.changes) == announcer._seq
 
@@ -155,7 +155,7 @@ async def test_a_stream_trimmed_under_the_reader_is_read_anew(mesh: Mesh) -> Non
     mesh.tasks.append(asyncio.create_task(announcer.run()))
     for at in range(10, 60, 10):
         announcer.add(ids[at : at + 10], Tier.HBM)
-        await announcer.flushed(5)
+        await announcer.flushed(60)
     await mesh.client.xtrim(announcer._keys.changes, maxlen=0, approximate=False)
     mesh.follow()
     await eventually(lambda: mesh.held() == tiers(ids))
