@@ -50,6 +50,8 @@ class SecondAttempt:
     _avoided: list[str] = field(default_factory=list)
     _target: PlacedAttempt | None = None
     _task: asyncio.Task[None] | None = None
+    # The source stays, and would only rather have the place for others.
+    _relieves: bool = False
     # The target has caught up, and waits for the moment.
     _is_ready: bool = False
     # When the target of a handoff was started; 0: it was not planned with the source.
@@ -62,7 +64,9 @@ class SecondAttempt:
         """The worker of the stream's attempt would rather not go on with it; one that leaves asks for good."""
         if self._move.stage is Stage.STAYING:
             self._avoided, self.times = [source_id], MoveTimes(time.monotonic())
-        self._move.wanted(time.monotonic(), math.inf if reason == MOVE_REASON_DRAINING else _TRIES)
+        is_leaving = reason == MOVE_REASON_DRAINING
+        self._relieves = not is_leaving
+        self._move.wanted(time.monotonic(), math.inf if is_leaving else _TRIES)
         self.pulse(time.monotonic())
 
     def hand_off(self, source: PlacedAttempt) -> None:
@@ -166,6 +170,7 @@ class SecondAttempt:
         placing, job = self.placing, self.placing.job
         number, asked_at_s = placing.next_number(), time.monotonic()
         ask = job.ask_again(number, [*placing.setbacks.excluded, *self._avoided], job.request_class, placing.output)
+        ask.needs_room_now = self._relieves
         grant = await placing.granted(ask)
         self.times.granted_at_s = time.monotonic()
         known = self._move.started()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from services.router.domain import Ask, Identity, Requirements, WorkerId
-from services.router.policies.view import IntArray
+from services.router.policies.view import IntArray, WorkerRows
 from services.router.roll_call import ModelWorkers, Present
 from services.router.worker_rows import Selection
 from services.router.workers import WorkerTable
 
 ANYTHING = Requirements()
+BoolArray = npt.NDArray[np.bool_]
 
 
 def candidates(ask: Ask, table: WorkerTable, present: Present, model: int, *, whole: bool = True) -> Selection:
@@ -22,7 +24,7 @@ def candidates(ask: Ask, table: WorkerTable, present: Present, model: int, *, wh
     workers = present.of_model(model, table.rows, whole=whole)
     tokens = ask.prompt_tokens + max(1, -(-ask.max_output_tokens // max(1, ask.num_choices)))
     fits_all = tokens <= workers.least_context and -(-tokens // workers.least_block_tokens) <= workers.least_blocks
-    if fits_all and not ask.excluded_workers and ask.requires == ANYTHING:
+    if fits_all and not ask.excluded_workers and ask.requires == ANYTHING and not ask.needs_room_now:
         return workers.selection
     return Selection.of(_chosen(ask, table, workers, tokens))
 
@@ -31,7 +33,10 @@ def _chosen(ask: Ask, table: WorkerTable, workers: ModelWorkers, tokens: int) ->
     """Looked at one by one."""
     rows = table.rows.pick(workers.selection)
     blocks = np.ceil(tokens / rows["block_tokens"])
-    found: IntArray = workers.selection.rows[(rows["context_length"] >= tokens) & (rows["total_blocks"] >= blocks)]
+    able = (rows["context_length"] >= tokens) & (rows["total_blocks"] >= blocks)
+    if ask.needs_room_now:
+        able &= _has_room(ask, rows)
+    found: IntArray = workers.selection.rows[able]
     names = (WorkerId(name) for name in ask.excluded_workers)
     excluded = [table.workers[name].row for name in names if name in table.workers]
     if excluded:
@@ -40,6 +45,15 @@ def _chosen(ask: Ask, table: WorkerTable, workers: ModelWorkers, tokens: int) ->
         return found
     meeting = [row for row in found.tolist() if _meets(table.workers[table.by_row[row]].identity, ask.requires)]
     return np.array(meeting, np.int64)
+
+
+def _has_room(ask: Ask, rows: WorkerRows) -> BoolArray:
+    """Where nobody waits, and it finds a place and blocks without anybody giving up theirs soon."""
+    sequences = rows["running"] + rows["pending"] + ask.num_choices
+    blocks = np.ceil(ask.prompt_tokens / rows["block_tokens"]) + sequences
+    has_places = (rows["waiting"] == 0) & (sequences <= rows["max_running"])
+    result: BoolArray = has_places & (blocks + rows["pending_blocks"] <= rows["free_blocks"])
+    return result
 
 
 def _meets(identity: Identity | None, requires: Requirements) -> bool:

@@ -73,6 +73,8 @@ class Ask:
     resumes: bool = False
     # The gateway knows what to do with a placement that has a handoff.
     can_hand_off: bool = False
+    # Only workers that can start it at once: it is to relieve the one that has it.
+    needs_room_now: bool = False
 
 
 @dataclass(frozen=True, slots=True)

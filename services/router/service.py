@@ -160,6 +160,7 @@ def ask_of(message: router_pb2.Ask) -> Ask:
         requires=_requirements(message.requires),
         resumes=message.resumes,
         can_hand_off=message.can_hand_off,
+        needs_room_now=message.needs_room_now,
     )
 
 

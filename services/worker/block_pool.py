@@ -74,6 +74,20 @@ class BlockPool:
         """How many of `slots` nobody refers to: holding them makes that many fewer available."""
         return sum(not self._refs[slot] for slot in slots)
 
+    def count_freed(self, slots: Sequence[int]) -> int:
+        """How many more slots would be available if `slots` were released."""
+        left: dict[int, int] = {}
+        freed, to_release = 0, list(slots)
+        while to_release:
+            slot = to_release.pop()
+            left[slot] = left.get(slot, self._refs[slot]) - 1
+            if not left[slot]:
+                freed += 1
+                parent = self._parents[slot]
+                if parent is not None:
+                    to_release.append(parent)
+        return freed
+
     def parent_of(self, slot: int) -> int | None:
         """Slot of the parent block; None for a first block and for one without an id."""
         return self._parents[slot]

@@ -30,6 +30,7 @@ _MOVE_REASONS = {
     "draining": worker_pb2.MOVE_REASON_DRAINING,
     "short_of_blocks": worker_pb2.MOVE_REASON_SHORT_OF_BLOCKS,
     "priority": worker_pb2.MOVE_REASON_PRIORITY,
+    "defragmentation": worker_pb2.MOVE_REASON_DEFRAGMENTATION,
 }
 # Told of those that are resident: the most recently used.
 _MAX_ADAPTERS = 256

@@ -12,7 +12,7 @@ import msgspec
 
 from services.worker.adapters.source import AdapterRef
 
-MoveReason = Literal["draining", "short_of_blocks", "priority"]
+MoveReason = Literal["draining", "short_of_blocks", "priority", "defragmentation"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -6,6 +6,7 @@ urgent request for its turn. A held attempt has just come and is not asked to le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from services.worker.messages import MoveReason
@@ -34,18 +35,30 @@ class MoveWishes:
         if last is not None:
             self._wish(last, "short_of_blocks")
 
-    def make_room(self, waiting: Request, running: Items[Sequence]) -> None:
-        """`waiting` lacks a place or blocks: ask the last of `running`, if that is less urgent. Once for each."""
+    def make_room(
+        self, waiting: Request, running: Items[Sequence], lacking: int, freed: Callable[[Request], int]
+    ) -> None:
+        """`waiting` lacks a place (lacking 0) or so many blocks: ask the last of `running`, if that is less urgent.
+
+        Once for each. freed: blocks that somebody's going would free. Where nobody is less urgent and blocks are
+        lacking, somebody goes for whom another worker has room, which it may not have for `waiting` (Llumnix calls that
+        de-fragmentation; Sun et al., OSDI 2024): the one with the fewest blocks that are enough, else with the most.
+        One at a time; who cannot go keeps the others from being asked, for they could hardly.
+        """
         if waiting.wanted_room:
             return
-        for sequence in reversed(running):
-            request = sequence.request
-            if request.priority <= waiting.priority:
-                return
-            if _may_ask(request):
-                waiting.wanted_room = True
-                self._wish(request, "priority")
-                return
+        less_urgent = [s.request for s in reversed(running) if s.request.priority > waiting.priority]
+        last = next((request for request in less_urgent if _may_ask(request)), None)
+        if last is not None:
+            waiting.wanted_room = True
+            self._wish(last, "priority")
+        elif lacking and not waiting.asked_to_move and not any(s.request.asked_to_move for s in running):
+            others = {s.request.key: s.request for s in reversed(running) if _may_ask(s.request)}
+            by_blocks = [(freed(request), request) for request in others.values()]
+            enough = [one for one in by_blocks if one[0] >= lacking]
+            if by_blocks:
+                pick = min(enough, key=_blocks) if enough else max(by_blocks, key=_blocks)
+                self._wish(pick[1], "defragmentation")
 
     def take(self) -> list[tuple[int, MoveReason]]:
         """Keys and reasons since the last call."""
@@ -55,6 +68,10 @@ class MoveWishes:
     def _wish(self, request: Request, reason: MoveReason) -> None:
         request.asked_to_move = True
         self._wishes.append((request.key, reason))
+
+
+def _blocks(one: tuple[int, Request]) -> int:
+    return one[0]
 
 
 def _may_ask(request: Request) -> bool:

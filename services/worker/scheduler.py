@@ -200,9 +200,10 @@ class Scheduler:
         """Running prefills, then waiting sequences as they start, while there is room."""
         yield from [s for s in self._running if not (s.is_decoding or s.is_catching_up) and s.has_slots]
         while (sequence := self._next_waiting()) is not None:
-            if len(self._running) >= self._limits.max_running or not self._start(sequence, now):
+            lacking = 0
+            if len(self._running) >= self._limits.max_running or (lacking := self._start(sequence, now)):
                 # Nobody overtakes a sequence that lacks blocks, or it might wait for ever.
-                self.moves.make_room(sequence.request, self._running)
+                self.moves.make_room(sequence.request, self._running, lacking, self._freed_by)
                 return
             self._waiting.remove(sequence)
             bisect.insort(self._running, sequence, key=_order)
@@ -212,14 +213,15 @@ class Scheduler:
         """The first that may start; siblings of a leader start when their prompt has been computed."""
         return next((s for s in self._waiting if s.request.prefilled or s is s.request.leader), None)
 
-    def _start(self, sequence: Sequence, now: float) -> bool:
-        """Take hits and slots for all known tokens; False, and nothing taken, when blocks are missing."""
+    def _start(self, sequence: Sequence, now: float) -> int:
+        """Take hits and slots for all known tokens: 0; or how many blocks are missing, and nothing is taken."""
         pool, request = self._pool, sequence.request
         hits = pool.match(sequence.hit_ids) if self._limits.prefix_cache else []
         needed = blocks_for(sequence.num_tokens) - len(hits)
         # Running sequences need a block each before long: starting without a reserve would preempt at once.
-        if needed + len(self._running) > pool.num_available - pool.count_unreferenced(hits):
-            return False
+        lacking = needed + len(self._running) - (pool.num_available - pool.count_unreferenced(hits))
+        if lacking > 0:
+            return lacking
         pool.hold(hits)
         fresh = pool.allocate(needed)
         assert fresh is not None
@@ -231,7 +233,11 @@ class Scheduler:
             request.first_step_s = now
             _count_cached(request, len(hits))
         self._note_prefilled(sequence, now)
-        return True
+        return 0
+
+    def _freed_by(self, request: Request) -> int:
+        """Blocks that its going would free."""
+        return self._pool.count_freed([slot for sequence in request.sequences for slot in sequence.slots])
 
     def _ensure_slots(self, sequence: Sequence) -> bool:
         """Slots for all known tokens, preempting those that came later; False when it must wait."""

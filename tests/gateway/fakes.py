@@ -47,6 +47,7 @@ from kvmesh.v1.worker_pb2 import (
     Completed,
     Embedding,
     KnownOutput,
+    MoveReason,
     MoveWanted,
     Prepared,
     ResumeAttempt,
@@ -114,6 +115,7 @@ class Script:
     fail_admitted: grpc.StatusCode | None = None
     hang_after: int | None = None
     move_after: int | None = None
+    move_reason: MoveReason.ValueType = MOVE_REASON_DRAINING
     fail_held: bool = False
     leave_held: bool = False
     prepare_s: float = 0.0
@@ -302,7 +304,7 @@ class FakeWorker(WorkerServicer):
             if script.hang_after is not None and start >= script.hang_after:
                 await asyncio.Event().wait()
             if script.move_after is not None and start >= script.move_after:
-                yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=MOVE_REASON_DRAINING))
+                yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=script.move_reason))
                 if script.go_on_after is not None:
                     await script.go_on_after.wait()
             for choice, rest in left.items():

@@ -18,7 +18,14 @@ from kvmesh.v1.router_pb2 import (
     Done,
     Refusal,
 )
-from kvmesh.v1.worker_pb2 import WorkerGenerateRequest
+from kvmesh.v1.worker_pb2 import (
+    MOVE_REASON_DEFRAGMENTATION,
+    MOVE_REASON_DRAINING,
+    MOVE_REASON_PRIORITY,
+    MOVE_REASON_SHORT_OF_BLOCKS,
+    MoveReason,
+    WorkerGenerateRequest,
+)
 
 from services.gateway import second_attempt
 from tests.gateway.conftest import ANSWER, Mesh
@@ -81,6 +88,24 @@ async def test_the_source_goes_on_until_the_target_is_prepared(mesh: Mesh) -> No
     assert before > len(target.known[0].token_ids), "it said more while the target computed what was known"
     assert before + after == len(mesh.text.encode_text(ANSWER))
     assert dones(mesh)[1].ttft_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "relieves"),
+    [
+        (MOVE_REASON_DRAINING, False),
+        (MOVE_REASON_SHORT_OF_BLOCKS, True),
+        (MOVE_REASON_PRIORITY, True),
+        (MOVE_REASON_DEFRAGMENTATION, True),
+    ],
+)
+async def test_only_who_must_go_is_content_with_a_worker_without_room(
+    mesh: Mesh, reason: MoveReason.ValueType, *, relieves: bool
+) -> None:
+    mesh.plan[:] = [plain(mesh, pause_s=SLOW_S, move_after=1, move_reason=reason), plain(mesh)]
+    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    assert [ask.needs_room_now for ask in mesh.router.asks] == [False, relieves]
+    await mesh.wait_idle()
 
 
 async def test_the_source_is_left_right_after_a_token(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.domain import Identity, Placement, RefusalReason, Requirements
+from services.router.domain import Identity, Load, Placement, RefusalReason, Requirements
 from tests.router.scenes import IDENTITY, IDLE, Scene
 
 IDENTITIES = st.builds(
@@ -71,4 +71,33 @@ def test_only_who_has_room_for_prompt_and_output_and_all_that_is_required(
         assert answer.worker_id in able
     else:
         assert not able
+        assert answer.reason is RefusalReason.NO_WORKER
+
+
+LOADS = st.builds(
+    lambda running, waiting, free: replace(IDLE, running_requests=running, waiting_requests=waiting, free_blocks=free),
+    st.integers(0, 16),
+    st.integers(0, 1),
+    st.integers(0, 60),
+)
+
+
+@given(st.lists(LOADS, min_size=1, max_size=5), st.integers(1, 600), st.integers(1, 3))
+def test_what_relieves_a_worker_goes_only_where_it_starts_at_once(loads: list[Load], prompt: int, choices: int) -> None:
+    scene = Scene()
+    for number, load in enumerate(loads):
+        scene.worker(f"w{number}", load)
+    ask = scene.ask([], tokens=prompt, max_output_tokens=100, num_choices=choices, resumes=True)
+    answer = scene.place(replace(ask, needs_room_now=True))
+    have_room = {
+        f"w{number}"
+        for number, load in enumerate(loads)
+        if not load.waiting_requests
+        and load.running_requests + choices <= IDENTITY.max_running_requests
+        and -(-prompt // 16) + load.running_requests + choices <= load.free_blocks
+    }
+    if isinstance(answer, Placement):
+        assert answer.worker_id in have_room
+    else:
+        assert not have_room
         assert answer.reason is RefusalReason.NO_WORKER

@@ -220,6 +220,74 @@ def test_the_last_less_urgent_attempt_is_asked_to_make_room_once() -> None:
     assert moves(toy)[1:] == [(5, "priority")]
 
 
+def test_whose_blocks_are_enough_is_asked_to_make_room_for_a_long_prompt() -> None:
+    """The one that frees no more than is lacking; nobody else while it is on its way."""
+    toy = Toy(make_core(28, budget=400, max_queue_s=100.0), ToyRunner(28))
+    for key, length in ((1, 90), (2, 150), (3, 20)):
+        toy.tell(submit(key, [key] * length, 30))
+    toy.run(2)
+    toy.tell(submit(4, [4] * 230, 5))
+    toy.tell(submit(5, [5] * 10, 5))
+    toy.run(2)
+    # Of 28 blocks 10 are free; 15 and a reserve of 3 are wanted, the third has 2, the first 6, the second 10.
+    assert moves(toy) == [(2, "defragmentation")]
+    toy.tell(Abort(2))
+    toy.run(6)
+    assert toy.usage(4).output_tokens == 5
+    assert [reason for _, reason in moves(toy)].count("defragmentation") == 1
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=4),
+    steps=st.integers(1, 30),
+    gone=st.integers(0, 3),
+)
+def test_what_somebody_would_free_is_what_it_frees(lengths: list[tuple[int, int, int]], steps: int, gone: int) -> None:
+    """With prefixes that others have, too, and choices that share their prompt."""
+    toy = Toy(make_core(NUM_BLOCKS, max_queue_s=100.0))
+    for key, (shared, own, choices) in enumerate(lengths):
+        toy.tell(submit(key, [1] * shared + [2 + key] * own, 40, num_choices=choices))
+    toy.run(steps)
+    slots = [
+        slot
+        for request in toy.core.scheduler.requests.values()
+        if request.key == gone
+        for sequence in request.sequences
+        for slot in sequence.slots
+    ]
+    before, freed = toy.core.pool.num_available, toy.core.pool.count_freed(slots)
+    toy.tell(Abort(gone))
+    assert toy.core.pool.num_available - before == freed
+
+
+def test_where_nobody_is_enough_those_with_the_most_blocks_go_one_after_another() -> None:
+    toy = Toy(make_core(28, budget=400, max_queue_s=100.0), ToyRunner(28))
+    for key, length in ((1, 110), (2, 120), (3, 60)):
+        toy.tell(submit(key, [key] * length, 30))
+    toy.run(2)
+    toy.tell(submit(4, [4] * 240, 5))
+    toy.run(2)
+    assert moves(toy) == [(2, "defragmentation")]
+    toy.tell(Abort(2))
+    toy.run(2)
+    assert moves(toy)[1:] == [(3, "defragmentation")], "its five are enough now"
+    toy.tell(Abort(3))
+    toy.run(8)
+    assert toy.usage(4).output_tokens == 5
+    toy.run()
+    assert len(moves(toy)) == 2
+
+
+def test_nobody_goes_for_want_of_a_place_that_another_of_the_same_class_has() -> None:
+    toy = Toy(make_core(NUM_BLOCKS, max_running=2, max_queue_s=100.0))
+    for key in (1, 2, 3):
+        toy.tell(submit(key, [key] * 10, 30))
+    toy.run()
+    assert moves(toy) == []
+    assert toy.usage(3).output_tokens == 30
+
+
 def test_who_goes_on_here_comes_before_prompts_and_is_not_held_up_by_them() -> None:
     """A client waits for the step that computes what another worker has said last."""
     toy, whole = Toy(make_core(NUM_BLOCKS, budget=100, max_queue_s=100.0)), expected_tokens(tuple(PROMPT), 40)

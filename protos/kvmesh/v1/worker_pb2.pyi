@@ -33,6 +33,8 @@ class _MoveReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveReason
     """Its blocks run out: the attempt has been preempted, or may be soon."""
     MOVE_REASON_PRIORITY: _MoveReason.ValueType  # 3
     """A request of a more urgent class waits for its place."""
+    MOVE_REASON_DEFRAGMENTATION: _MoveReason.ValueType  # 4
+    """A request waits for more blocks than are left here in one place, and this attempt's would be enough or help most."""
 
 class MoveReason(_MoveReason, metaclass=_MoveReasonEnumTypeWrapper): ...
 
@@ -43,6 +45,8 @@ MOVE_REASON_SHORT_OF_BLOCKS: MoveReason.ValueType  # 2
 """Its blocks run out: the attempt has been preempted, or may be soon."""
 MOVE_REASON_PRIORITY: MoveReason.ValueType  # 3
 """A request of a more urgent class waits for its place."""
+MOVE_REASON_DEFRAGMENTATION: MoveReason.ValueType  # 4
+"""A request waits for more blocks than are left here in one place, and this attempt's would be enough or help most."""
 Global___MoveReason: _TypeAlias = MoveReason  # noqa: Y015
 
 class _WorkerRole:
