@@ -211,6 +211,7 @@ class EngineCore:
             self.to_front.append(StepOutput(choices, completed))
         self.load_changed |= bool(completed)
         self.rates.observe_step(work, step_s, drafted=sum(chunk.drafted for chunk in chunks))
+        self.scheduler.speculation.observe_step(chunks, [len(one.tokens) for one in drawn], step_s)
         self.to_mover.extend(self.transfers.pushes.leaving(now))
         self._announce()
 

@@ -17,7 +17,10 @@ _SIZES = (4, 2)
 # Entries of a table, 4 bytes each: of longer texts the older n-grams are overwritten.
 _MAX_ENTRIES = 2**14
 # Its products spread over the upper bits (Knuth, The Art of Computer Programming 3, 6.4).
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_FACTOR = 0x9E3779B97F4A7C15
+_WORD = 2**64 - 1
+# So many n-grams are entered one by one: an array operation costs more than one of them.
+_FEW = 16
 _NONE = np.empty(0, dtype=np.int32)
 
 
@@ -27,7 +30,7 @@ class PromptLookup:
     def __init__(self, capacity: int) -> None:
         """capacity: most tokens of the text."""
         bits = (min(2 * capacity, _MAX_ENTRIES) - 1).bit_length()
-        self._shift = np.uint64(64 - bits)
+        self._shift = 64 - bits
         # Where the token after an n-gram stands; 0: nowhere.
         self._tables = {size: np.zeros(2**bits, dtype=np.int32) for size in _SIZES}
         self._num_indexed = 0
@@ -46,9 +49,9 @@ class PromptLookup:
         for size, table in self._tables.items():
             if num_tokens <= size:
                 continue
-            latest = tokens[num_tokens - size : num_tokens]
-            place = int(table[self._hashes(latest, size)[0]])
-            if place and np.array_equal(tokens[place - size : place], latest):
+            latest = tokens[num_tokens - size : num_tokens].tolist()
+            place = int(table[self._hash(latest)])
+            if place and tokens[place - size : place].tolist() == latest:
                 proposed: Int32Array = tokens[place + np.arange(most) % (num_tokens - place)]
                 return proposed
         return _NONE
@@ -57,14 +60,23 @@ class PromptLookup:
         """Enter the n-grams that a known token follows and that are not entered yet."""
         for size, table in self._tables.items():
             first = max(self._num_indexed, size)
-            if first < num_tokens:
+            if num_tokens - first <= _FEW:
+                for place in range(first, num_tokens):
+                    table[self._hash(tokens[place - size : place].tolist())] = place
+            else:
                 table[self._hashes(tokens[first - size : num_tokens - 1], size)] = np.arange(first, num_tokens)
         self._num_indexed = num_tokens
 
+    def _hash(self, ngram: list[int]) -> int:
+        mixed = 0
+        for token in ngram:
+            mixed = (mixed + token + 1) * _FACTOR & _WORD
+        return mixed >> self._shift
+
     def _hashes(self, tokens: Int32Array, size: int) -> npt.NDArray[np.uint64]:
-        """Of each n-gram of `tokens`."""
+        """`_hash` of each n-gram of `tokens`."""
         count = len(tokens) - size + 1
         mixed = np.zeros(count, dtype=np.uint64)
         for offset in range(size):
-            mixed = (mixed + tokens[offset : offset + count].astype(np.uint64) + np.uint64(1)) * _FACTOR
-        return mixed >> self._shift
+            mixed = (mixed + tokens[offset : offset + count].astype(np.uint64) + np.uint64(1)) * np.uint64(_FACTOR)
+        return mixed >> np.uint64(self._shift)

@@ -6,8 +6,9 @@ far as the draft agrees with it, and one token further. So no output changes, on
 guesses that did not hold is overwritten, and nothing is registered or told of them.
 
 Only steps that compute no prompt draft, and only so many rows: rows beside a decode are almost free while reading the
-weights takes the time; beyond, and beside a prompt, they cost what they would elsewhere. There is no draft where a
-grammar holds, none that blocks would be taken from others for, and none longer than the answer may become.
+weights takes the time; beyond, and beside a prompt, they cost what they would elsewhere. What drafts may lose in all is
+bounded by the time that steps have taken with them and without (draft_ledger.py). There is no draft where a grammar
+holds, none that blocks would be taken from others for, and none longer than the answer may become.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from services.common.blocks import BLOCK_TOKENS
 from services.common.step_costs import StepCosts
 from services.worker.block_pool import BlockPool
 from services.worker.chunk import Chunk
+from services.worker.draft_ledger import DraftLedger
 from services.worker.drafting import Drafting
 from services.worker.prompt_lookup import PromptLookup
 from services.worker.sequence import Sequence, blocks_for
@@ -39,6 +41,7 @@ class Speculation:
         self._pool = pool
         self._max_tokens = max_tokens
         self._max_rows = max_rows
+        self._ledger = DraftLedger(max_rows - 1)
 
     def extend(self, chunks: Items[Chunk], budget: int, costs: StepCosts, num_running: int) -> list[Chunk]:
         """The chunks with drafts where these are worth it. budget: tokens that may be added.
@@ -46,10 +49,8 @@ class Speculation:
         costs: as learned of the engine's steps; num_running: sequences that each may need a block before long.
         """
         computes_prompts = not all(chunk.draws and chunk.length == 1 for chunk in chunks)
-        if not self._max_tokens or not chunks or computes_prompts:
-            return list(chunks)
         budget = min(budget, self._max_rows - len(chunks))
-        if budget <= 0:
+        if not self._max_tokens or computes_prompts or budget <= 0 or not self._ledger.may_draft(len(chunks)):
             return list(chunks)
         least_chance = _least_chance(chunks, costs)
         extended: list[Chunk] = []
@@ -67,6 +68,12 @@ class Speculation:
             self.drafted += chunk.drafted
             self.accepted += accepted
             drafting.pace.observe(chunk.drafted, accepted, chunk.sequence.num_tokens)
+
+    def observe_step(self, chunks: Items[Chunk], drawn: Items[int], step_s: float) -> None:
+        """A step has run in `step_s`. drawn: how many tokens each chunk has drawn that hold."""
+        if self._max_tokens and all(chunk.draws and chunk.length == 1 + chunk.drafted for chunk in chunks):
+            drafted = sum(chunk.drafted for chunk in chunks)
+            self._ledger.observe(len(chunks), drafted, sum(max(0, count - 1) for count in drawn), step_s)
 
     def _draft(self, sequence: Sequence, most: int, least_chance: float, num_running: int) -> int:
         """Put guesses behind the known tokens of a sequence; how many."""

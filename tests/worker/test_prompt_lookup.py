@@ -37,6 +37,15 @@ def test_what_is_proposed_has_followed_the_latest_tokens_before(
         assert not proposed or (len(proposed) == most and continues_a_match(text[:known], proposed))
 
 
+@given(text=_texts, most=st.integers(1, 9))
+def test_it_does_not_matter_in_how_many_parts_a_text_has_come(text: list[int], most: int) -> None:
+    """Few n-grams are entered one by one, many at once."""
+    tokens, growing, whole = array(text), PromptLookup(len(text)), PromptLookup(len(text))
+    for known in range(1, len(text)):
+        growing.propose(tokens, known, most)
+    assert growing.propose(tokens, len(text), most).tolist() == whole.propose(tokens, len(text), most).tolist()
+
+
 @given(period=st.lists(st.integers(0, 49_151), min_size=1, max_size=12, unique=True), times=st.integers(3, 9))
 def test_a_text_that_repeats_itself_is_foretold(period: list[int], times: int) -> None:
     text = period * times
