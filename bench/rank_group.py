@@ -103,6 +103,7 @@ def engine_config(
         max_context=context,
         max_adapters=0,
         max_adapter_rank=64,
+        max_adapter_bytes=2**30,
         max_adapter_waiting=0,
         adapter_wait_s=1.0,
         step_token_budget=512,

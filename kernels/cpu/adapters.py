@@ -7,11 +7,12 @@ product. Ranks are filled up with zeros, which changes no sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
+from kernels.cpu.huge_pages import HugePages
 from kernels.cpu.structs import AdapterInputStruct, AdapterPartStruct
 from kernels.lora import LowRank
 
@@ -30,30 +31,36 @@ class Place:
     step: int = SIXTEEN
 
 
-def pack_input(parts: Sequence[tuple[LowRank, Place]]) -> tuple[AdapterInputStruct, list[torch.Tensor]]:
-    """The adapted projections of one linear layer by address, and the tensors that must live as long.
+def pack_input(
+    parts: Sequence[tuple[LowRank, Place]], memory: HugePages
+) -> tuple[AdapterInputStruct, list[torch.Tensor]]:
+    """The adapted projections of one linear layer by address, and the tensors, in `memory`, that must live as long.
 
     Outputs of each are a multiple of 16; down and up have the dtype of the layer's inputs.
     """
     struct = AdapterInputStruct()
-    tensors: list[torch.Tensor] = []
     if not parts:
-        return struct, tensors
-    downs, low = [], 0
-    for number, (matrices, place) in enumerate(parts):
-        values = _WORD_BYTES // matrices.up.element_size()
-        missing = -matrices.up.shape[1] % values
-        up = pack_sixteens(F.pad(matrices.up, (0, missing)))
-        downs.append(F.pad(matrices.down, (0, 0, 0, missing)))
-        rank = len(downs[-1])
+        return struct, []
+    padded = [_whole_words(matrices) for matrices, _ in parts]
+    # A step reads the down matrices first.
+    tensors = [memory.copy(pack_sixteens(torch.cat([one.down for one in padded])))]
+    struct.down, struct.ranks, struct.num_parts = tensors[0].data_ptr(), len(tensors[0]) * SIXTEEN, len(parts)
+    low = 0
+    for number, (one, (_, place)) in enumerate(zip(padded, parts, strict=True)):
+        up = memory.copy(pack_sixteens(one.up))
+        rank = len(one.down)
         struct.parts[number] = AdapterPartStruct(
-            up.data_ptr(), len(matrices.up), rank, low, place.first, place.step, matrices.scaling
+            up.data_ptr(), len(one.up), rank, low, place.first, place.step, one.scaling
         )
         low += rank
         tensors.append(up)
-    down = pack_sixteens(torch.cat(downs))
-    struct.down, struct.ranks, struct.num_parts = down.data_ptr(), len(down) * SIXTEEN, len(parts)
-    return struct, [*tensors, down]
+    return struct, tensors
+
+
+def _whole_words(matrices: LowRank) -> LowRank:
+    """With zeros for the rank that a word has beyond them."""
+    missing = -matrices.up.shape[1] % (_WORD_BYTES // matrices.up.element_size())
+    return replace(matrices, down=F.pad(matrices.down, (0, 0, 0, missing)), up=F.pad(matrices.up, (0, missing)))
 
 
 def pack_sixteens(weight: torch.Tensor) -> torch.Tensor:

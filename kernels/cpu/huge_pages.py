@@ -12,6 +12,7 @@ import torch
 
 CHUNK_BYTES = 32 * 2**20
 ALIGN_BYTES = 64
+HUGE_PAGE_BYTES = 2 * 2**20
 
 
 class HugePages:

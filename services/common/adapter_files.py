@@ -91,12 +91,12 @@ class AdapterFiles:
     digest: bytes
 
 
-def read_adapter(folder: Path, *, max_rank: int = LARGEST_RANK) -> AdapterFiles:
-    """Read and check a PEFT folder. Raises InvalidAdapter."""
+def read_adapter(folder: Path, *, max_rank: int = LARGEST_RANK, max_parameters: int | None = None) -> AdapterFiles:
+    """Read and check a PEFT folder. max_parameters: of an adapter; a larger one is not read. Raises InvalidAdapter."""
     rank, scaling = _read_config(folder)
     if rank > max_rank:
         raise InvalidAdapter(f"r = {rank}: at most {max_rank} is served")
-    projections = tuple(_projections(_read_tensors(folder), rank))
+    projections = tuple(_projections(_read_tensors(folder, max_parameters), rank))
     return AdapterFiles(rank, scaling, projections, _digest(scaling, projections))
 
 
@@ -128,10 +128,11 @@ def _check_targets(targets: Any) -> None:
             raise InvalidAdapter(f"{CONFIG_FILE}: target_modules has {str(target)[:60]!r}: only {known} can be adapted")
 
 
-def _read_tensors(folder: Path) -> dict[str, AdapterTensor]:
+def _read_tensors(folder: Path, max_parameters: int | None) -> dict[str, AdapterTensor]:
     path = folder / WEIGHTS_FILE
     try:
         stored = read_safetensors_header(path)
+        _check_size(sum(math.prod(tensor.shape) for tensor in stored), max_parameters)
         with open(open_regular(path), "rb") as file:
             data = memoryview(file.read(MAX_WEIGHT_BYTES + 1))
     except InvalidArtifact as error:
@@ -141,6 +142,11 @@ def _read_tensors(folder: Path) -> dict[str, AdapterTensor]:
     if len(data) > MAX_WEIGHT_BYTES:
         raise InvalidAdapter(f"{WEIGHTS_FILE} has over {MAX_WEIGHT_BYTES} bytes")
     return {tensor.name: _tensor(tensor, data) for tensor in stored}
+
+
+def _check_size(parameters: int, most: int | None) -> None:
+    if most is not None and parameters > most:
+        raise InvalidAdapter(f"it has {parameters} parameters: no more than {most} have room")
 
 
 def _tensor(stored: StoredTensor, data: memoryview) -> AdapterTensor:

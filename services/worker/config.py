@@ -22,7 +22,7 @@ MOST_RANKS = 64
 _NOT_SIMULATED = frozenset(
     {
         *("device", "weight_dtype", "threads", "exact", "kv_dtype", "kv_cache_fraction", "staging_bytes"),
-        *("max_adapters", "max_adapter_rank", "max_adapter_waiting", "adapter_wait_s", "pooling"),
+        *("max_adapters", "max_adapter_rank", "max_adapter_bytes", "max_adapter_waiting", "adapter_wait_s", "pooling"),
         *("tensor_parallel", "pipeline_parallel", "expert_parallel"),
         *("push", "max_push_blocks", "repush_bytes_per_s", "node_ramp_s", "max_served_blocks"),
     }
@@ -116,6 +116,9 @@ class WorkerSettings(ServiceSettings):
         16, ge=0, le=1024, description="Most low-rank adapters in memory at once, on cpu; 0: it serves none."
     )
     max_adapter_rank: int = Field(64, ge=1, le=LARGEST_RANK, description="Highest rank of an adapter.")
+    max_adapter_bytes: int = Field(
+        2**30, ge=2**21, description="Most memory of these adapters together; one that is larger alone is refused."
+    )
     max_adapter_waiting: int = Field(
         64, ge=0, description="Most requests that wait for a place for their adapter; further ones go elsewhere."
     )

@@ -68,6 +68,7 @@ class MemoryFigures(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     kv_tokens: int
     staging_bytes: int
+    adapter_bytes: int
     max_context: int
     largest_context: int
     unused_bytes: int

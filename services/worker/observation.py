@@ -152,12 +152,14 @@ _LOAD_TOTALS: dict[str, Callable[[EngineLoad], float]] = {
 }
 _ADAPTER_GAUGES: dict[str, Callable[[AdapterFigures], float]] = {
     "kvmesh_worker_resident_adapters": lambda adapters: len(adapters.resident),
+    "kvmesh_worker_resident_adapter_bytes": lambda adapters: adapters.resident_bytes,
     "kvmesh_worker_adapter_waiting_requests": lambda adapters: adapters.waiting,
 }
 _ADAPTER_TOTALS: dict[str, Callable[[AdapterFigures], float]] = {
     "kvmesh_worker_adapter_loads": lambda adapters: adapters.loads,
     "kvmesh_worker_adapter_load_seconds": lambda adapters: adapters.load_seconds,
     "kvmesh_worker_adapter_load_failures": lambda adapters: adapters.failures,
+    "kvmesh_worker_adapter_stalls": lambda adapters: adapters.stalls,
     "kvmesh_worker_adapter_evictions": lambda adapters: adapters.evictions,
     "kvmesh_worker_adapter_waits": lambda adapters: adapters.waits,
 }

@@ -200,6 +200,7 @@ def engine_config(
         max_context=settings.max_context,
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank,
+        max_adapter_bytes=settings.max_adapter_bytes,
         max_adapter_waiting=settings.max_adapter_waiting,
         adapter_wait_s=settings.adapter_wait_s,
         step_token_budget=settings.step_token_budget,

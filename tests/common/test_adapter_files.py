@@ -99,3 +99,5 @@ def test_files_that_are_not_there_or_damaged(tmp_path: Path) -> None:
         read_adapter(folder)
     with pytest.raises(InvalidAdapter, match="r = 4: at most 2 is served"):
         read_adapter(write(tmp_path / "rank"), max_rank=2)
+    with pytest.raises(InvalidAdapter, match="it has 192 parameters: no more than 191 have room"):
+        read_adapter(write(tmp_path / "size"), max_parameters=191)

@@ -24,31 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvmesh/v1/worker_control.proto\x12\tkvmesh.v1\"\x15\n\x13WorkerStatusRequest\"\xf9\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x05phase\x18\x02 \x01(\x0e\x32\x16.kvmesh.v1.WorkerPhase\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x12\n\ndone_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12$\n\x06memory\x18\x07 \x01(\x0b\x32\x14.kvmesh.v1.MemoryMap\x12+\n\tprocesses\x18\x08 \x03(\x0b\x32\x18.kvmesh.v1.ProcessMemory\x12\x15\n\rweight_format\x18\t \x01(\t\"\x86\x02\n\tMemoryMap\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x04\x12\x15\n\rreserve_bytes\x18\x04 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\x04\x12\x11\n\tkv_tokens\x18\x08 \x01(\x04\x12\x15\n\rstaging_bytes\x18\t \x01(\x04\x12\x13\n\x0bmax_context\x18\n \x01(\x04\x12\x17\n\x0flargest_context\x18\x0b \x01(\x04\x12\x14\n\x0cunused_bytes\x18\x0c \x01(\x03\"W\n\rProcessMemory\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x15\n\rprivate_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cshared_bytes\x18\x04 \x01(\x04\"!\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x13\n\x11LoadModelResponse\"\x14\n\x12UnloadModelRequest\"\x15\n\x13UnloadModelResponse*\xa9\x01\n\x0bWorkerPhase\x12\x1c\n\x18WORKER_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_PHASE_IDLE\x10\x01\x12\x18\n\x14WORKER_PHASE_COPYING\x10\x02\x12\x18\n\x14WORKER_PHASE_LOADING\x10\x03\x12\x16\n\x12WORKER_PHASE_READY\x10\x04\x12\x19\n\x15WORKER_PHASE_DRAINING\x10\x05\x32\xe8\x01\n\rWorkerControl\x12\x41\n\x06Status\x12\x1e.kvmesh.v1.WorkerStatusRequest\x1a\x17.kvmesh.v1.WorkerStatus\x12\x46\n\tLoadModel\x12\x1b.kvmesh.v1.LoadModelRequest\x1a\x1c.kvmesh.v1.LoadModelResponse\x12L\n\x0bUnloadModel\x12\x1d.kvmesh.v1.UnloadModelRequest\x1a\x1e.kvmesh.v1.UnloadModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvmesh/v1/worker_control.proto\x12\tkvmesh.v1\"\x15\n\x13WorkerStatusRequest\"\xf9\x01\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x05phase\x18\x02 \x01(\x0e\x32\x16.kvmesh.v1.WorkerPhase\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x12\n\ndone_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12$\n\x06memory\x18\x07 \x01(\x0b\x32\x14.kvmesh.v1.MemoryMap\x12+\n\tprocesses\x18\x08 \x03(\x0b\x32\x18.kvmesh.v1.ProcessMemory\x12\x15\n\rweight_format\x18\t \x01(\t\"\x9d\x02\n\tMemoryMap\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x03 \x01(\x04\x12\x15\n\rreserve_bytes\x18\x04 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\x04\x12\x11\n\tkv_tokens\x18\x08 \x01(\x04\x12\x15\n\rstaging_bytes\x18\t \x01(\x04\x12\x13\n\x0bmax_context\x18\n \x01(\x04\x12\x17\n\x0flargest_context\x18\x0b \x01(\x04\x12\x14\n\x0cunused_bytes\x18\x0c \x01(\x03\x12\x15\n\radapter_bytes\x18\r \x01(\x04\"W\n\rProcessMemory\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x15\n\rprivate_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cshared_bytes\x18\x04 \x01(\x04\"!\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x13\n\x11LoadModelResponse\"\x14\n\x12UnloadModelRequest\"\x15\n\x13UnloadModelResponse*\xa9\x01\n\x0bWorkerPhase\x12\x1c\n\x18WORKER_PHASE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_PHASE_IDLE\x10\x01\x12\x18\n\x14WORKER_PHASE_COPYING\x10\x02\x12\x18\n\x14WORKER_PHASE_LOADING\x10\x03\x12\x16\n\x12WORKER_PHASE_READY\x10\x04\x12\x19\n\x15WORKER_PHASE_DRAINING\x10\x05\x32\xe8\x01\n\rWorkerControl\x12\x41\n\x06Status\x12\x1e.kvmesh.v1.WorkerStatusRequest\x1a\x17.kvmesh.v1.WorkerStatus\x12\x46\n\tLoadModel\x12\x1b.kvmesh.v1.LoadModelRequest\x1a\x1c.kvmesh.v1.LoadModelResponse\x12L\n\x0bUnloadModel\x12\x1d.kvmesh.v1.UnloadModelRequest\x1a\x1e.kvmesh.v1.UnloadModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.worker_control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERPHASE']._serialized_start=776
-  _globals['_WORKERPHASE']._serialized_end=945
+  _globals['_WORKERPHASE']._serialized_start=799
+  _globals['_WORKERPHASE']._serialized_end=968
   _globals['_WORKERSTATUSREQUEST']._serialized_start=45
   _globals['_WORKERSTATUSREQUEST']._serialized_end=66
   _globals['_WORKERSTATUS']._serialized_start=69
   _globals['_WORKERSTATUS']._serialized_end=318
   _globals['_MEMORYMAP']._serialized_start=321
-  _globals['_MEMORYMAP']._serialized_end=583
-  _globals['_PROCESSMEMORY']._serialized_start=585
-  _globals['_PROCESSMEMORY']._serialized_end=672
-  _globals['_LOADMODELREQUEST']._serialized_start=674
-  _globals['_LOADMODELREQUEST']._serialized_end=707
-  _globals['_LOADMODELRESPONSE']._serialized_start=709
-  _globals['_LOADMODELRESPONSE']._serialized_end=728
-  _globals['_UNLOADMODELREQUEST']._serialized_start=730
-  _globals['_UNLOADMODELREQUEST']._serialized_end=750
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=752
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=773
-  _globals['_WORKERCONTROL']._serialized_start=948
-  _globals['_WORKERCONTROL']._serialized_end=1180
+  _globals['_MEMORYMAP']._serialized_end=606
+  _globals['_PROCESSMEMORY']._serialized_start=608
+  _globals['_PROCESSMEMORY']._serialized_end=695
+  _globals['_LOADMODELREQUEST']._serialized_start=697
+  _globals['_LOADMODELREQUEST']._serialized_end=730
+  _globals['_LOADMODELRESPONSE']._serialized_start=732
+  _globals['_LOADMODELRESPONSE']._serialized_end=751
+  _globals['_UNLOADMODELREQUEST']._serialized_start=753
+  _globals['_UNLOADMODELREQUEST']._serialized_end=773
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=775
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=796
+  _globals['_WORKERCONTROL']._serialized_start=971
+  _globals['_WORKERCONTROL']._serialized_end=1203
 # @@protoc_insertion_point(module_scope)

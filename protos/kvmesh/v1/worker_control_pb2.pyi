@@ -133,6 +133,7 @@ class MemoryMap(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
     LARGEST_CONTEXT_FIELD_NUMBER: _builtins.int
     UNUSED_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTER_BYTES_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     total_bytes: _builtins.int
     weight_bytes: _builtins.int
@@ -149,6 +150,8 @@ class MemoryMap(_message.Message):
     largest_context: _builtins.int
     unused_bytes: _builtins.int
     """What is left; negative where more is promised than the device has."""
+    adapter_bytes: _builtins.int
+    """What resident adapters may take."""
     def __init__(
         self,
         *,
@@ -164,10 +167,11 @@ class MemoryMap(_message.Message):
         max_context: _builtins.int = ...,
         largest_context: _builtins.int = ...,
         unused_bytes: _builtins.int = ...,
+        adapter_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "device", b"device", "kv_bytes", b"kv_bytes", "kv_tokens", b"kv_tokens", "largest_context", b"largest_context", "max_context", b"max_context", "num_blocks", b"num_blocks", "reserve_bytes", b"reserve_bytes", "staging_bytes", b"staging_bytes", "total_bytes", b"total_bytes", "unused_bytes", b"unused_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "block_bytes", b"block_bytes", "device", b"device", "kv_bytes", b"kv_bytes", "kv_tokens", b"kv_tokens", "largest_context", b"largest_context", "max_context", b"max_context", "num_blocks", b"num_blocks", "reserve_bytes", b"reserve_bytes", "staging_bytes", b"staging_bytes", "total_bytes", b"total_bytes", "unused_bytes", b"unused_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,7 +34,7 @@ def memory(
     as_json: JsonOption = False,
     state: StateOption = None,
 ) -> None:
-    """Where workers' memory goes: weights, reserve, KV cache, largest admitted context, resident bytes by process."""
+    """Where workers' memory goes: weights, reserve, adapters, KV cache, largest context, resident bytes by process."""
     secret = mesh_secret(secret_file, state)
     addresses = [_address(worker, state)] if worker else local_addresses("worker", state)
     if not addresses:
@@ -153,6 +153,7 @@ def _memory_lines(status: pb.WorkerStatus) -> list[str]:
         parts = (
             ("weights", memory.weight_bytes, status.weight_format),
             ("reserve for a step", memory.reserve_bytes, ""),
+            ("adapters", memory.adapter_bytes, "at most"),
             ("KV cache", memory.kv_bytes, f"{memory.num_blocks} blocks of {memory.block_bytes} bytes"),
             ("staging", memory.staging_bytes, "host memory"),
             ("left", memory.unused_bytes, f"of {memory.total_bytes} on {memory.device}"),

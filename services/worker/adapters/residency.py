@@ -3,7 +3,8 @@
 There is a fixed number of slots. A request holds the slot of its adapter from when it is given until its end; a slot
 that nobody holds keeps its adapter until another adapter needs the room, the least recently held first. Where every
 slot is held, requests wait in the order in which they came. Those whose adapter is there overtake them, but not once
-the first has waited for OVERTAKE_S: it would wait for ever otherwise.
+the first has waited for OVERTAKE_S: it would wait for ever otherwise. The loaded adapters have at most a number of
+bytes together; how large one is shows when it has been read, and those that nobody holds make room for it then.
 
 Invariants: an adapter has at most one slot; a slot that is held or being loaded is never given away; whoever asks is
 given a slot, told that it failed, told that it is late, or released, exactly one of these.
@@ -19,10 +20,13 @@ OVERTAKE_S = 1.0
 
 @dataclass(slots=True)
 class _Slot:
-    """holders: requests that use it or will once it is loaded. turn: when it was last held, as a count."""
+    """num_bytes: of a loaded one. holders: requests that use it or will once it is loaded. turn: when it was last held,
+    as a count.
+    """
 
     digest: bytes = b""
     is_loaded: bool = False
+    num_bytes: int = 0
     holders: dict[int, float] = field(default_factory=dict)
     turn: int = 0
 
@@ -44,9 +48,10 @@ class Load:
 class Residency:
     """Owner of the slots. `serve` decides; `take_granted` and `take_loads` give what it has decided."""
 
-    def __init__(self, num_slots: int, *, max_waiting: int) -> None:
-        """max_waiting: requests that may wait for a slot."""
+    def __init__(self, num_slots: int, *, max_waiting: int, max_bytes: int) -> None:
+        """max_waiting: requests that may wait for a slot. max_bytes: of all loaded adapters."""
         self.evictions = 0
+        self._max_bytes = max_bytes
         self._slots = [_Slot() for _ in range(num_slots)]
         self._by_digest: dict[bytes, int] = {}
         # Slot of each request that holds one.
@@ -63,6 +68,11 @@ class Residency:
         """Digests of the loaded adapters, the most recently held first."""
         loaded = [slot for slot in self._slots if slot.is_loaded]
         return [slot.digest for slot in sorted(loaded, key=lambda slot: -slot.turn)]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the loaded adapters."""
+        return sum(slot.num_bytes for slot in self._slots)
 
     @property
     def num_idle(self) -> int:
@@ -105,9 +115,25 @@ class Residency:
             del self._slots[slot].holders[key]
             self._granted = [(one, number) for one, number in self._granted if one != key]
 
-    def loaded(self, slot: int) -> None:
-        """The adapter of a slot is there."""
+    def make_room(self, num_bytes: int) -> list[int] | None:
+        """The slots whose adapters have given way to one of so many bytes; None, and none has, where they cannot."""
+        missing = self.resident_bytes + num_bytes - self._max_bytes
+        emptied: list[int] = []
+        for number in sorted(self._idle(), key=lambda number: self._slots[number].turn):
+            if missing > 0 and self._slots[number].is_loaded:
+                missing -= self._slots[number].num_bytes
+                emptied.append(number)
+        if missing > 0:
+            return None
+        for number in emptied:
+            self._empty(number)
+            self.evictions += 1
+        return emptied
+
+    def loaded(self, slot: int, num_bytes: int) -> None:
+        """The adapter of a slot is there; room has been made for it."""
         self._slots[slot].is_loaded = True
+        self._slots[slot].num_bytes = num_bytes
         self._granted += [(key, slot) for key in self._slots[slot].holders]
 
     def failed(self, slot: int) -> list[int]:
@@ -116,9 +142,8 @@ class Residency:
         keys = list(entry.holders)
         for key in keys:
             del self._held[key]
-        del self._by_digest[entry.digest]
         # Empty, it is taken before any that has an adapter: what cannot be loaded drives out one other at most.
-        self._slots[slot] = _Slot()
+        self._empty(slot)
         return keys
 
     def late(self, now: float, max_wait_s: float) -> list[int]:
@@ -178,6 +203,10 @@ class Residency:
         self._by_digest[digest] = slot
         self._loads.append(Load(slot, digest, key))
         return slot
+
+    def _empty(self, slot: int) -> None:
+        del self._by_digest[self._slots[slot].digest]
+        self._slots[slot] = _Slot()
 
     def _idle(self) -> Iterator[int]:
         return (number for number, slot in enumerate(self._slots) if slot.is_idle)

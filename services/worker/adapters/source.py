@@ -18,10 +18,12 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterFigures(msgspec.Struct, frozen=True, array_like=True):
-    """resident: digests of the loaded adapters, the most recently used first. idle: slots that another could have now.
+    """resident: digests of the loaded adapters, the most recently used first; resident_bytes: of these together. idle:
+    slots that another could have now.
 
     The others are counts and seconds since the start: loads and what they took, failed ones, adapters that gave way to
-    others, requests that had to wait for a slot and, of the present, those that wait. load_s: of one load, as expected.
+    others, requests that had to wait for a slot and, of the present, those that wait; stalls: loads that were given up
+    because the files did not come. load_s: of one load, as expected.
     """
 
     resident: list[bytes] = []
@@ -33,6 +35,8 @@ class AdapterFigures(msgspec.Struct, frozen=True, array_like=True):
     waits: int = 0
     waiting: int = 0
     load_s: float = 0.0
+    resident_bytes: int = 0
+    stalls: int = 0
 
 
 class AdapterSource(Protocol):

@@ -106,8 +106,20 @@ def _adapters(config: EngineConfig, opened: OpenReplica) -> Adapters | None:
     table, spec = opened.adapters, opened.runner.spec
     if table is None:
         return None
-    load = adapter_loader(table, spec.config, TORCH_DTYPES[spec.dtype], config.max_adapter_rank)
-    return Adapters(table, load, max_waiting=config.max_adapter_waiting, max_wait_s=config.adapter_wait_s)
+    load = adapter_loader(
+        table,
+        spec.config,
+        TORCH_DTYPES[spec.dtype],
+        max_rank=config.max_adapter_rank,
+        max_bytes=config.max_adapter_bytes,
+    )
+    return Adapters(
+        table,
+        load,
+        max_waiting=config.max_adapter_waiting,
+        max_wait_s=config.adapter_wait_s,
+        max_bytes=config.max_adapter_bytes,
+    )
 
 
 def _grammar_tokenizer(config: EngineConfig, vocab_size: int) -> LLTokenizer | None:

@@ -55,6 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_context: int
     max_adapters: int
     max_adapter_rank: int
+    max_adapter_bytes: int
     max_adapter_waiting: int
     adapter_wait_s: float
     step_token_budget: int

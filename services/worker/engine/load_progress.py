@@ -48,6 +48,7 @@ def memory_figures(memory: MemoryMap) -> MemoryFigures:
         num_blocks=memory.num_blocks,
         kv_tokens=memory.kv_tokens,
         staging_bytes=memory.staging_bytes,
+        adapter_bytes=memory.adapter_bytes,
         max_context=memory.max_context,
         largest_context=memory.largest_context,
         unused_bytes=memory.unused_bytes,

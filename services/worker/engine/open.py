@@ -94,6 +94,7 @@ def _open_cpu(config: EngineConfig, threads: int, tell: Callable[[LoadProgress],
         max_step_tokens=config.step_token_budget,
         staging_bytes=0 if staging is None else staging.nbytes,
         adapter_slots=config.max_adapters,
+        adapter_bytes=config.max_adapter_bytes if config.max_adapters else 0,
         progress=ProgressTeller(files.size, tell).add,
     )
     adapters = runner.decoder.adapters if config.max_adapters else None

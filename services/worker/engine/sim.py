@@ -256,6 +256,7 @@ def _no_memory(layout: KvLayout, num_blocks: int, context: int) -> MemoryFigures
         num_blocks=num_blocks,
         kv_tokens=num_blocks * BLOCK_TOKENS,
         staging_bytes=0,
+        adapter_bytes=0,
         max_context=context,
         largest_context=min(context, num_blocks * BLOCK_TOKENS),
         unused_bytes=0,

@@ -24,22 +24,39 @@ class AdapterWeights:
     layers: tuple[Mapping[str, LowRank], ...]
     digest: bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the matrices."""
+        matrices = (one for layer in self.layers for one in layer.values())
+        return sum(one.down.nbytes + one.up.nbytes for one in matrices)
+
+
+class PreparedAdapter(Protocol):
+    """An adapter as a decoder wants it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+
 
 class AdapterTable(Protocol):
     """Where a decoder has its adapters: numbered slots, which the batch's sequences refer to."""
 
     num_slots: int
 
-    def prepare(self, weights: AdapterWeights) -> object:
+    def prepare(self, weights: AdapterWeights) -> PreparedAdapter:
         """The adapter as the decoder wants it; on any thread."""
 
-    def put(self, slot: int, prepared: object | None) -> None:
+    def put(self, slot: int, prepared: PreparedAdapter | None) -> None:
         """Let a slot have an adapter, or none; while no step that uses the slot is under way."""
 
 
-def load_adapter(folder: Path, config: ModelConfig, dtype: torch.dtype, *, max_rank: int) -> AdapterWeights:
-    """Read a PEFT folder for a model. Raises InvalidAdapter."""
-    files = read_adapter(folder, max_rank=max_rank)
+def load_adapter(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, *, max_rank: int, max_bytes: int | None = None
+) -> AdapterWeights:
+    """Read a PEFT folder for a model. max_bytes: of its matrices in memory. Raises InvalidAdapter."""
+    most = None if max_bytes is None else max_bytes // dtype.itemsize
+    files = read_adapter(folder, max_rank=max_rank, max_parameters=most)
     layers: tuple[dict[str, LowRank], ...] = tuple({} for _ in range(config.num_layers))
     for one in files.projections:
         _check_place(one, config)

@@ -49,6 +49,7 @@ def load_runner(
     max_step_tokens: int = 512,
     staging_bytes: int = 0,
     adapter_slots: int = 0,
+    adapter_bytes: int = 0,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> CpuRunner:
@@ -58,9 +59,9 @@ def load_runner(
     they are computed with); whole numbers need bfloat16 and the compiled kernels. pool_buffer: writable, kept alive by
     the runner. num_threads: None follows torch. served_context: tokens, at most the model's own maximum, which is the
     default. compiled: use the compiled kernels where they can be had. max_step_tokens (of the largest step),
-    staging_bytes: for the memory map. adapter_slots: adapters that can be resident. progress: told the bytes read, from
-    any thread. ranks: the group of which this process has a part; all its ranks call alike, over one pool, without
-    adapters. Raises UnsupportedModel, InvalidWeights, or ValueError for the pool.
+    staging_bytes, adapter_bytes: for the memory map. adapter_slots: adapters that can be resident. progress: told the
+    bytes read, from any thread. ranks: the group of which this process has a part; all its ranks call alike, over one
+    pool, without adapters. Raises UnsupportedModel, InvalidWeights, or ValueError for the pool.
     """
     model = open_model(path)
     config = model.config
@@ -90,7 +91,7 @@ def load_runner(
         num_blocks=pool.num_blocks,
         weight_format=executed_format(model.weight_format, weight_dtype),
         backend=decoder.backend if ranks is None else decoder.backend + ranks.shard.parallelism.arithmetic,
-        memory=_memory_map(config, held_bytes, pool, context, max_step_tokens, staging_bytes),
+        memory=_memory_map(config, held_bytes, pool, context, max_step_tokens, staging_bytes, adapter_bytes),
     )
     executed = {"backend": spec.backend, "dtype": dtype, "weights": spec.weight_format}
     log.info("model loaded", **executed, context=context, blocks=spec.num_blocks)
@@ -98,7 +99,13 @@ def load_runner(
 
 
 def _memory_map(
-    config: ModelConfig, held_bytes: int, pool: KvPool, context: int, tokens: int, staging_bytes: int
+    config: ModelConfig,
+    held_bytes: int,
+    pool: KvPool,
+    context: int,
+    tokens: int,
+    staging_bytes: int,
+    adapter_bytes: int,
 ) -> MemoryMap:
     return MemoryMap(
         device="cpu",
@@ -111,6 +118,7 @@ def _memory_map(
         num_blocks=pool.num_blocks,
         max_context=context,
         staging_bytes=staging_bytes,
+        adapter_bytes=adapter_bytes,
     )
 
 

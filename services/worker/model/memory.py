@@ -19,7 +19,7 @@ class MemoryMap:
 
     reserve_bytes: what the largest step needs beside weights and pool; measured on CUDA, a bound on CPU. max_context:
     tokens that the model is served with. staging_bytes: host memory in which transfers of a device pool stop over; 0
-    where the pool itself is shared memory.
+    where the pool itself is shared memory. adapter_bytes: what resident adapters may take.
     """
 
     device: str
@@ -30,6 +30,7 @@ class MemoryMap:
     num_blocks: int
     max_context: int
     staging_bytes: int = 0
+    adapter_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -49,7 +50,7 @@ class MemoryMap:
     @property
     def unused_bytes(self) -> int:
         """What is left on the device; negative where it is promised more than it has."""
-        return self.total_bytes - self.weight_bytes - self.reserve_bytes - self.kv_bytes
+        return self.total_bytes - self.weight_bytes - self.reserve_bytes - self.adapter_bytes - self.kv_bytes
 
 
 def pool_blocks(layout: KvLayout, *, free_bytes: int, reserve_bytes: int, fraction: float) -> int:

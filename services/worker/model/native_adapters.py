@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from kernels.cpu.adapters import SIXTEEN, Place, pack_input
+from kernels.cpu.huge_pages import HUGE_PAGE_BYTES, HugePages
 from kernels.cpu.structs import AdapterInputStruct, AdapterLayerStruct
 from kernels.lora import LowRank
-from services.worker.model.adapter import AdapterWeights
+from services.worker.model.adapter import AdapterWeights, PreparedAdapter
 from services.worker.model.config import ModelConfig
 
 # Gate and up alternate by sixteen columns (kernels/linear.py).
@@ -24,6 +25,11 @@ class PackedAdapter:
 
     layers: object
     tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tensors, which lie in pages of their own."""
+        return -(-sum(tensor.nbytes for tensor in self.tensors) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 class NativeAdapters:
@@ -53,13 +59,15 @@ class NativeAdapters:
     def prepare(self, weights: AdapterWeights) -> PackedAdapter:
         """See AdapterTable."""
         tensors: list[torch.Tensor] = []
+        # In the order in which a step reads them; it goes with the adapter.
+        memory = HugePages()
         layers = (AdapterLayerStruct * len(weights.layers))()
         for struct, matrices in zip(layers, weights.layers, strict=True):
             for name, places in self._places.items():
-                setattr(struct, name, _input(matrices, places, tensors))
+                setattr(struct, name, _input(matrices, places, memory, tensors))
         return PackedAdapter(layers, tuple(tensors))
 
-    def put(self, slot: int, prepared: object | None) -> None:
+    def put(self, slot: int, prepared: PreparedAdapter | None) -> None:
         """See AdapterTable."""
         if prepared is None:
             self._addresses[slot] = None
@@ -77,8 +85,8 @@ class NativeAdapters:
 
 
 def _input(
-    matrices: Mapping[str, LowRank], places: Mapping[str, Place], tensors: list[torch.Tensor]
+    matrices: Mapping[str, LowRank], places: Mapping[str, Place], memory: HugePages, tensors: list[torch.Tensor]
 ) -> AdapterInputStruct:
-    struct, kept = pack_input([(matrices[name], place) for name, place in places.items() if name in matrices])
+    struct, kept = pack_input([(matrices[name], place) for name, place in places.items() if name in matrices], memory)
     tensors += kept
     return struct

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.lora import add_lora
-from services.worker.model.adapter import AdapterWeights
+from services.worker.model.adapter import AdapterWeights, PreparedAdapter
 
 
 class TorchAdapters:
@@ -19,7 +19,7 @@ class TorchAdapters:
         """See AdapterTable."""
         return weights
 
-    def put(self, slot: int, prepared: object | None) -> None:
+    def put(self, slot: int, prepared: PreparedAdapter | None) -> None:
         """See AdapterTable."""
         if prepared is None:
             self._held.pop(slot, None)

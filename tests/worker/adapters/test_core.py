@@ -16,13 +16,24 @@ from services.worker.draws import Draws
 from services.worker.engine.adapters import Adapters
 from services.worker.engine.batch import StepBuilder
 from services.worker.messages import Abort, RequestFailed, StaleRequest, StepOutput
-from services.worker.model.adapter import AdapterWeights
+from services.worker.model.adapter import AdapterWeights, PreparedAdapter
 from tests.worker.cores import make_core, submit
 
 PROMPT = [1, 2, 3]
 REFS = [AdapterRef(bytes([number]) * 16, f"/adapters/{number}") for number in range(4)]
 BROKEN = AdapterRef(b"x" * 16, "/broken")
+LARGE = AdapterRef(b"l" * 16, "/large")
+MAX_BYTES = 10
+MAX_WAIT_S = 5.0
 WITHIN_S = 30.0
+
+
+@dataclass
+class Prepared:
+    """Stands for an adapter in memory."""
+
+    digest: bytes
+    num_bytes: int = 1
 
 
 @dataclass
@@ -30,13 +41,14 @@ class Table:
     """Notes what is put where."""
 
     num_slots: int = 2
-    slots: dict[int, object] = field(default_factory=dict)
+    slots: dict[int, bytes | None] = field(default_factory=dict)
 
-    def prepare(self, weights: AdapterWeights) -> object:
+    def prepare(self, weights: AdapterWeights) -> PreparedAdapter:
         raise NotImplementedError
 
-    def put(self, slot: int, prepared: object | None) -> None:
-        self.slots[slot] = prepared
+    def put(self, slot: int, prepared: PreparedAdapter | None) -> None:
+        assert prepared is None or isinstance(prepared, Prepared)
+        self.slots[slot] = None if prepared is None else prepared.digest
 
 
 @dataclass
@@ -80,16 +92,15 @@ class Engine:
 def engine() -> Iterator[Engine]:
     table, gate = Table(), threading.Event()
 
-    def load(adapter: AdapterRef) -> object:
+    def load(adapter: AdapterRef) -> PreparedAdapter:
         assert gate.wait(WITHIN_S)
         if adapter == BROKEN:
             raise InvalidAdapter("nothing there")
-        return adapter.digest
+        return Prepared(adapter.digest, MAX_BYTES if adapter == LARGE else 1)
 
-    adapters = Adapters(table, load, max_waiting=1, max_wait_s=5.0)
+    adapters = Adapters(table, load, max_waiting=1, max_wait_s=MAX_WAIT_S, max_bytes=MAX_BYTES)
     yield Engine(make_core(adapters=adapters), table, adapters, gate)
     gate.set()
-    adapters.close()
 
 
 def test_others_run_while_an_adapter_is_loaded(engine: Engine) -> None:
@@ -171,6 +182,37 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone(engine: Engin
     assert engine.adapters.figures.failures == 1
     assert engine.core.is_idle
     assert not engine.core.is_preparing
+
+
+def test_an_adapter_for_which_held_ones_leave_no_memory_sends_its_request_elsewhere(engine: Engine) -> None:
+    engine.gate.set()
+    engine.core.handle(submit(1, PROMPT, 200, adapter=REFS[1]), 0.0)
+    engine.until(lambda: len(engine.turn()) == 1)
+    engine.core.handle(submit(2, PROMPT, 2, adapter=LARGE), 0.0)
+    engine.until(lambda: engine.failures() == {2: "RESOURCE_EXHAUSTED"})
+    assert engine.adapters.figures.resident == [REFS[1].digest]
+    engine.core.handle(Abort(1), 0.0)
+    engine.core.handle(submit(3, PROMPT, 2, adapter=LARGE), 0.0)
+    engine.until(lambda: 3 in engine.completed())
+    assert engine.adapters.figures.resident == [LARGE.digest]
+    assert engine.adapters.figures.resident_bytes == MAX_BYTES
+    assert [digest for digest in engine.table.slots.values() if digest] == [LARGE.digest]
+
+
+def test_files_that_never_come_keep_neither_a_slot_nor_the_other_adapters_waiting(engine: Engine) -> None:
+    hanging = [AdapterRef(bytes([number]) * 16, "/hangs") for number in (8, 9)]
+    for key, adapter in enumerate(hanging, start=1):
+        engine.core.handle(submit(key, PROMPT, 2, adapter=adapter), 0.0)
+    engine.now = MAX_WAIT_S + 1.0
+    engine.turn()
+    assert engine.failures().keys() == {1, 2}
+    assert (engine.adapters.figures.stalls, engine.adapters.figures.idle) == (2, 2)
+    engine.core.handle(submit(3, PROMPT, 2, adapter=REFS[0]), engine.now)
+    engine.core.handle(submit(4, PROMPT, 2, adapter=hanging[0]), engine.now)
+    engine.until(lambda: engine.failures().keys() == {1, 2, 4})
+    engine.gate.set()
+    engine.until(lambda: 3 in engine.completed())
+    assert engine.adapters.figures.resident == [REFS[0].digest]
 
 
 def test_a_core_without_adapters_refuses_them() -> None:

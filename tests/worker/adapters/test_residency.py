@@ -7,16 +7,23 @@ from hypothesis import strategies as st
 
 from services.worker.adapters.residency import OVERTAKE_S, Load, Residency
 
+PLENTY = 99
 ADAPTERS = [bytes([number]) * 16 for number in range(5)]
+
+
+def size(adapter: bytes) -> int:
+    """Bytes that an adapter takes."""
+    return adapter[0] + 1
 
 
 class Requests:
     """Drives a Residency, and keeps the books of what it may do."""
 
-    def __init__(self, num_slots: int, max_waiting: int) -> None:
+    def __init__(self, num_slots: int, max_waiting: int, max_bytes: int) -> None:
         self.num_slots = num_slots
+        self.max_bytes = max_bytes
         self.max_waiting = max_waiting
-        self.residency = Residency(num_slots, max_waiting=max_waiting)
+        self.residency = Residency(num_slots, max_waiting=max_waiting, max_bytes=max_bytes)
         self.now = 0.0
         self.next_key = 0
         # Of every request that has not ended its adapter, and of those that have a slot, which.
@@ -49,9 +56,17 @@ class Requests:
             return
         slot = sorted(self.loading)[number % len(self.loading)]
         load = self.loading.pop(slot)
-        if not fails:
+        emptied = None if fails else self.residency.make_room(size(load.digest))
+        held = {other for other in self.loaded if other in self.given.values()}
+        if emptied is None and not fails:
+            of_held = sum(size(self.loaded[other]) for other in held)
+            assert of_held + size(load.digest) > self.max_bytes, "there would have been room"
+        if emptied is not None:
+            assert not held.intersection(emptied), "a held slot was emptied"
+            for other in emptied:
+                del self.loaded[other]
             self.loaded[slot] = load.digest
-            self.residency.loaded(slot)
+            self.residency.loaded(slot, size(load.digest))
             return
         for key in self.residency.failed(slot):
             assert self.wanted[key] == load.digest
@@ -79,6 +94,7 @@ class Requests:
     def check(self) -> None:
         assert len(self.loaded) + len(self.loading) <= self.num_slots
         assert sorted(self.residency.resident) == sorted(self.loaded.values())
+        assert self.residency.resident_bytes == sum(map(size, self.loaded.values())) <= self.max_bytes
         assert self.residency.num_waiting <= max(self.max_waiting, 0)
         for key, slot in self.given.items():
             assert self.loaded[slot] == self.wanted[key]
@@ -100,11 +116,11 @@ STEPS = st.lists(
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(1, 3), st.integers(0, 4), STEPS)
+@given(st.integers(1, 3), st.integers(0, 4), st.integers(1, 15), STEPS)
 def test_nobody_loses_a_slot_and_nobody_is_forgotten(
-    num_slots: int, max_waiting: int, steps: list[tuple[str, object]]
+    num_slots: int, max_waiting: int, max_bytes: int, steps: list[tuple[str, object]]
 ) -> None:
-    requests = Requests(num_slots, max_waiting)
+    requests = Requests(num_slots, max_waiting, max_bytes)
     for action, value in steps:
         match action, value:
             case "ask", bytes():
@@ -131,7 +147,7 @@ def test_nobody_loses_a_slot_and_nobody_is_forgotten(
 
 
 def test_the_least_recently_held_gives_way() -> None:
-    requests = Requests(2, 4)
+    requests = Requests(2, 4, PLENTY)
     for adapter in (ADAPTERS[0], ADAPTERS[1], ADAPTERS[0]):
         requests.ask(adapter)
         requests.take()
@@ -146,7 +162,7 @@ def test_the_least_recently_held_gives_way() -> None:
 
 
 def test_what_cannot_be_loaded_drives_out_one_other_at_most() -> None:
-    requests = Requests(3, 4)
+    requests = Requests(3, 4, PLENTY)
     for adapter in ADAPTERS[:3]:
         requests.ask(adapter)
         requests.take()
@@ -162,7 +178,7 @@ def test_what_cannot_be_loaded_drives_out_one_other_at_most() -> None:
 
 
 def test_who_has_an_adapter_overtakes_for_a_while_only() -> None:
-    requests = Requests(1, 4)
+    requests = Requests(1, 4, PLENTY)
     requests.ask(ADAPTERS[0])
     requests.take()
     requests.settle(0, fails=False)
@@ -179,3 +195,25 @@ def test_who_has_an_adapter_overtakes_for_a_while_only() -> None:
         requests.end(sorted(requests.wanted).index(min(requests.given)))
         requests.take()
     assert [load.digest for load in requests.loading.values()] == [ADAPTERS[1]]
+
+
+def test_idle_adapters_make_room_for_a_large_one_and_held_ones_do_not() -> None:
+    requests = Requests(4, 4, max_bytes=7)
+    for adapter in ADAPTERS[:3]:
+        requests.ask(adapter)
+        requests.take()
+        requests.settle(0, fails=False)
+        requests.take()
+    requests.end(0)
+    requests.end(0)
+    requests.ask(ADAPTERS[4])
+    requests.take()
+    requests.settle(0, fails=False)
+    assert set(requests.residency.resident) == set(ADAPTERS[:3]), "3 bytes are held and 5 wanted, of 7"
+    assert list(requests.wanted.values()) == [ADAPTERS[2]]
+    requests.end(0)
+    requests.ask(ADAPTERS[4])
+    requests.take()
+    requests.settle(0, fails=False)
+    assert requests.residency.resident == [ADAPTERS[4]]
+    assert requests.residency.evictions == 3

@@ -47,6 +47,7 @@ def engine_config(folder: Path, pool_fd: int, **changes: object) -> EngineConfig
         "max_context": 96,
         "max_adapters": 4,
         "max_adapter_rank": 8,
+        "max_adapter_bytes": 2**30,
         "max_adapter_waiting": 4,
         "adapter_wait_s": 1.0,
         "step_token_budget": 32,
