@@ -81,13 +81,15 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 def _permit(logits: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor:
     """Minus infinity where a grammar does not allow a token; the same tensor when no row has one."""
-    allowed = {i: row.allowed for i, row in enumerate(rows) if row.allowed is not None}
-    if not allowed:
+    if all(row.allowed is None for row in rows):
         return logits
-    permitted = logits.clone()
-    for i, tokens in allowed.items():
-        permitted[i].masked_fill_(torch.from_numpy(~tokens), -torch.inf)
-    return permitted
+    values: Floats = logits.numpy()
+    # Few tokens are allowed, mostly: picking these out takes a fifth of the time that covering the others does.
+    permitted = np.full_like(values, -np.inf)
+    for to, given, row in zip(permitted, values, rows, strict=True):
+        kept = slice(None) if row.allowed is None else np.flatnonzero(row.allowed)
+        to[kept] = given[kept]
+    return torch.from_numpy(permitted)
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[DrawRow]) -> torch.Tensor:
