@@ -1,8 +1,9 @@
 """`python -m bench.speculation`: how much faster answers come with drafted tokens, and that they are the same.
 
 The engine's scheduler over the default model in one process, plain and drafting in turn, the same chats at each: spans
-that are copied (prose, code, JSON) and stories, which repeat nothing at temperature 1. Timed is decoding alone, from
-the step that ends the last prompt. Run it on an idle machine; `--write` stores bench/results/speculation.json.
+that are copied (prose, code, JSON), and stories and explanations, which copy nothing. Timed is decoding alone, from the
+step that ends the last prompt. Each pair of runs gives a speed-up, the first of a pair taking turns; the table has the
+median. Run it on an idle machine; `--write` adds the rows to bench/results/speculation.json, in place of older ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from services.worker.rates import Rates
 from services.worker.sampler import draw_tokens
 
 _RESULTS = Path(__file__).parent / "results" / "speculation.json"
-_STREAMS = (1, 4, 8)
+_STREAMS = (1, 2, 4, 8, 16)
 _SAMPLINGS = {"greedy": Sampling(temperature=0.0), "seeded, temperature 1": Sampling(temperature=1.0)}
 Answers = dict[int, list[int]]
 
@@ -57,7 +58,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. speed_up: of tokens a second; accepted: share of the drafted tokens."""
+    """One line of the table. speed_up: of tokens a second, the median of the pairs, and least and largest of them;
+    accepted: share of the drafted tokens.
+    """
 
     workload: str
     sampling: str
@@ -65,6 +68,7 @@ class Row:
     plain_tokens_per_s: float
     tokens_per_s: float
     speed_up: float
+    speed_up_range: tuple[float, float]
     drafted: int
     accepted: float
 
@@ -73,9 +77,10 @@ def main() -> int:
     """Measure, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=int, default=96, help="tokens of each answer")
-    parser.add_argument("--tokens", type=int, default=8, help="most tokens drafted in one step")
-    parser.add_argument("--rounds", type=int, default=2, help="of each batch, in turn; the medians count")
+    parser.add_argument("--tokens", type=int, default=7, help="most tokens drafted in one step")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of each batch, plain and drafting")
     parser.add_argument("--streams", type=int, nargs="+", default=list(_STREAMS))
+    parser.add_argument("--samplings", nargs="+", default=list(_SAMPLINGS), choices=list(_SAMPLINGS))
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--write", action="store_true", help=f"store {_RESULTS.name}")
     arguments = parser.parse_args()
@@ -85,13 +90,13 @@ def main() -> int:
     text = load_text_model(resolve_model(DEFAULT_MODEL))
     rows: list[Row] = []
     with exact_runner() as runner:
-        for workload, sampling, streams in product(arguments.workloads, _SAMPLINGS, arguments.streams):
+        for workload, sampling, streams in product(arguments.workloads, arguments.samplings, arguments.streams):
             rows.append(measured(runner, text, workload, sampling, streams, arguments))
             # A machine that turns out to be busy need not be waited for.
             print(rows[-1], file=sys.stderr)
     Console(width=130).print(_table(rows))
     if arguments.write:
-        _RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode([asdict(row) for row in rows]), indent=1) + b"\n")
+        _write(rows)
     return 0
 
 
@@ -100,13 +105,15 @@ def measured(
 ) -> Row:
     """One batch, plain and drafting in turn. Raises RuntimeError where their answers differ."""
     prompts = [text.encode_chat(WORKLOADS[workload](number)) for number in range(streams)]
-    plain, drafting = [], []
-    for _ in range(arguments.rounds):
-        plain.append(decode(runner, prompts, _SAMPLINGS[sampling], arguments.output, 0))
-        drafting.append(decode(runner, prompts, _SAMPLINGS[sampling], arguments.output, arguments.tokens))
+    taken: dict[int, list[Timing]] = {0: [], arguments.tokens: []}
+    for number in range(arguments.rounds):
+        for tokens in sorted(taken, reverse=number % 2 == 1):
+            taken[tokens].append(decode(runner, prompts, _SAMPLINGS[sampling], arguments.output, tokens))
+    plain, drafting = taken.values()
     if any(one.answers != plain[0].answers for one in drafting):
         raise RuntimeError(f"{workload}, {sampling}, {streams} streams: drafting has changed an answer")
-    before, after = (statistics.median(one.tokens / one.seconds for one in taken) for taken in (plain, drafting))
+    before, after = (statistics.median(one.tokens / one.seconds for one in runs) for runs in (plain, drafting))
+    speed_ups = [one.tokens / one.seconds / (of.tokens / of.seconds) for one, of in zip(drafting, plain, strict=True)]
     drafted, accepted = sum(one.drafted for one in drafting), sum(one.accepted for one in drafting)
     return Row(
         workload=workload,
@@ -114,7 +121,8 @@ def measured(
         streams=streams,
         plain_tokens_per_s=round(before, 1),
         tokens_per_s=round(after, 1),
-        speed_up=round(after / before, 3),
+        speed_up=round(statistics.median(speed_ups), 3),
+        speed_up_range=(round(min(speed_ups), 3), round(max(speed_ups), 3)),
         drafted=drafted // arguments.rounds,
         accepted=round(accepted / drafted, 3) if drafted else 0.0,
     )
@@ -150,6 +158,12 @@ def decode(
     speculation = core.scheduler.speculation
     tokens_drawn = sum(map(len, answers.values())) - before
     return Timing(seconds, tokens_drawn, speculation.drafted, speculation.accepted, answers)
+
+
+def _write(rows: Sequence[Row]) -> None:
+    stored = [msgspec.json.decode(_RESULTS.read_bytes(), type=list[Row]) if _RESULTS.exists() else [], rows]
+    by_case = {(row.workload, row.sampling, row.streams): row for rows in stored for row in rows}
+    _RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(list(by_case.values())), indent=1) + b"\n")
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -50,6 +50,11 @@ def story(number: int) -> list[Message]:
     return _asked(f"Tell a long story about a {one}, a {other} and a {third}.")
 
 
+def explanation(number: int) -> list[Message]:
+    """Say what something is."""
+    return _asked(f"Explain how a {_WORDS[number % len(_WORDS)]} comes to be, and what people use it for.")
+
+
 def _asked(content: str) -> list[Message]:
     return [{"role": "user", "content": content}]
 
@@ -59,4 +64,5 @@ WORKLOADS: dict[str, Callable[[int], list[Message]]] = {
     "code again": code,
     "JSON again": records,
     "a story": story,
+    "an explanation": explanation,
 }
