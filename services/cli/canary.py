@@ -178,9 +178,9 @@ class CanaryRollout:
         await self._traffic.set_weights({self._stable: _ALL})
 
     async def _leave(self) -> None:
-        """The canary drains and stops."""
+        """The canary drains, unless it has ended by itself, and stops."""
         try:
-            if self._canary:
+            if self._canary and self._worker.is_ready:
                 await self._traffic.drain(CANARY, _LEAVE_WITHIN_S)
         finally:
             await self._worker.stop()

@@ -25,6 +25,11 @@ class CanaryWorker:
         """Of its gRPC server."""
         return self._child.spec.address
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it serves, in its first life or a later one."""
+        return self._child.ready.is_set()
+
     async def start(self, within_s: float) -> None:
         """Return once it is ready. Raises CliError; `stop` is to be called all the same."""
         self._children.append(self._child)
