@@ -25,6 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENS = 40
 # Of answers that something happens to meanwhile.
 LONG = {"max_tokens": 250}
+ATTEMPTS = 5
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +100,25 @@ async def read(client: openai.AsyncOpenAI, key: str, seen: Seen, *, stop_after: 
 
 
 async def test_the_death_of_a_gateway(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
-    before, gateways, first = computed(mesh), mesh.of_kind("gateway"), Seen()
-    reading = asyncio.create_task(read(client, "gateway", first, **LONG))
-    await eventually(lambda: len(first.text) > 20)
-    victim = next(entry for entry in gateways if inflight(entry))
-    os.kill(victim["pid"], signal.SIGKILL)
-    await reading
+    # On a busy machine an answer may be complete before it is known who gave it.
+    for attempt in range(ATTEMPTS):
+        before, gateways, first, key = computed(mesh), mesh.of_kind("gateway"), Seen(), f"gateway {attempt}"
+        reading = asyncio.create_task(read(client, key, first, **LONG))
+        await eventually(lambda one=first: len(one.text) > 20)
+        for victim in filter(inflight, gateways):
+            os.kill(victim["pid"], signal.SIGKILL)
+        await reading
+        if first.broken:
+            break
+        mesh.wait_ready()
     assert first.broken
-    second = await read(client, "gateway", Seen(), **LONG)
+    second = await read(client, key, Seen(), **LONG)
     assert not second.broken
     assert second.text.startswith(first.text)
     assert (second.id, second.created, second.output_tokens) == (first.id, first.created, LONG["max_tokens"])
     assert second.headers["x-kvmesh-worker"] == first.headers["x-kvmesh-worker"]
     assert (first.headers.get("x-kvmesh-replayed"), second.headers["x-kvmesh-replayed"]) == (None, "true")
-    third = await read(client, "gateway", Seen(), **LONG)
+    third = await read(client, key, Seen(), **LONG)
     assert (third.text, third.id) == (second.text, second.id)
     assert computed(mesh) - before == LONG["max_tokens"]
 

@@ -21,9 +21,9 @@ from tests.support.mesh import MODEL, Mesh, running_mesh, total, wait_for
 STREAMS = 8
 # A worker without processor time is silent, and its streams are rescued: of so many drains one moves some.
 DRAINS = 4
-TOKENS = 160
+TOKENS = 100
 # About a second on a quiet machine.
-NEW_REQUEST_WITHIN_S = 15.0
+NEW_REQUEST_WITHIN_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -114,29 +114,36 @@ async def time_to_success(mesh: Mesh) -> float:
         await asyncio.sleep(0.02)
 
 
-async def kill_under_load(mesh: Mesh, name: str) -> tuple[list[Stream], list[float]]:
-    """Start the streams, kill `name` once all of them produce; what they saw and how long new requests took."""
+def worker_of(seen: list[Stream]) -> str:
+    """A worker with a stream: where they land is the router's affair."""
+    return next((one for one in seen if not one.done), seen[0]).worker
+
+
+async def kill_under_load(mesh: Mesh, name: str) -> tuple[str, list[Stream], list[float]]:
+    """Start the streams, kill `name`, or "" for a worker that has some, once all of them produce.
+
+    Returns who was killed, what the streams saw, and how long new requests took.
+    """
     seen = [Stream() for _ in range(STREAMS)]
     async with asyncio.TaskGroup() as group:
         for number, one in enumerate(seen):
             group.create_task(stream(mesh, number, one))
         async with asyncio.timeout(60):
             await asyncio.gather(*(one.started.wait() for one in seen))
-        mesh.kill(name)
+        victim = name or worker_of(seen)
+        mesh.kill(victim)
         took = [await time_to_success(mesh) for _ in range(3)]
-    return seen, took
+    return victim, seen, took
 
 
 @pytest.mark.parametrize("kind", ["kvstore", "valkey", "router", "worker"])
 async def test_kill(mesh: Mesh, kind: str, undisturbed: list[str]) -> None:
     mesh.wait_ready()
-    victims = [entry["name"] for entry in mesh.of_kind(kind)]
-    for victim in victims if kind == "router" else victims[:1]:
-        seen, took = await kill_under_load(mesh, victim)
+    names = [entry["name"] for entry in mesh.of_kind(kind)] if kind != "worker" else [""]
+    for name in names:
+        victim, seen, took = await kill_under_load(mesh, name)
         print(f"{victim}: new requests after {', '.join(f'{s * 1e3:.0f}' for s in took)} ms")
         assert_unnoticed(seen, undisturbed)
-        if kind == "worker":
-            assert any(one.worker == victim for one in seen), "some stream was on the dead worker"
         assert max(took) < NEW_REQUEST_WITHIN_S
         wait_for(lambda: all(entry["ready"] for entry in mesh.ps()), within_s=60, what=f"{victim} is back")
 
@@ -145,13 +152,13 @@ async def test_kill(mesh: Mesh, kind: str, undisturbed: list[str]) -> None:
 async def test_stop(mesh: Mesh, role: str, undisturbed: list[str]) -> None:
     """A process that is only stopped keeps its sockets open; its streams, and new requests, soon go elsewhere."""
     mesh.wait_ready()
-    worker = mesh.of_kind("worker")[0]
-    pid = worker["pid"] if role == "front" else next(c["pid"] for c in worker["children"] if c["role"] == role)
     seen = [Stream() for _ in range(STREAMS)]
     async with asyncio.TaskGroup() as group:
         streams = [group.create_task(stream(mesh, number, one)) for number, one in enumerate(seen)]
         async with asyncio.timeout(60):
             await asyncio.gather(*(one.started.wait() for one in seen))
+        worker = mesh.process(worker_of(seen))
+        pid = worker["pid"] if role == "front" else next(c["pid"] for c in worker["children"] if c["role"] == role)
         os.kill(pid, signal.SIGSTOP)
         try:
             took = await asyncio.gather(*(time_to_success(mesh) for _ in range(4)))
@@ -193,7 +200,7 @@ async def drain_under_streams(mesh: Mesh, undisturbed: list[str]) -> None:
             group.create_task(stream(mesh, number, one))
         async with asyncio.timeout(60):
             await asyncio.gather(*(one.started.wait() for one in seen))
-        victim = next(entry for entry in mesh.of_kind("worker") if entry["name"] == seen[0].worker)
-        os.kill(victim["pid"], signal.SIGTERM)
+        victim = worker_of(seen)
+        mesh.kill(victim, signal.SIGTERM)
     assert_unnoticed(seen, undisturbed)
-    wait_for(lambda: all(entry["ready"] for entry in mesh.ps()), within_s=120, what=f"{victim['name']} is back")
+    wait_for(lambda: all(entry["ready"] for entry in mesh.ps()), within_s=120, what=f"{victim} is back")
