@@ -100,9 +100,9 @@ class Script:
     fail_admitted: it fails with this status once it is admitted.
     fail_held: it fails instead of being prepared. leave_held: it would rather not go on before it is. prepare_s:
     that takes it so long, every time, and not before prepare_after. takes_more: it may be told more then. prefill_s:
-    the first token of one that is not held takes it so long. fail_scoring: it fails when it has told log probabilities
-    of so many tokens of the prompt. leave_scoring: it would rather not go on while it tells them. repeats: how often
-    the numbers of an embedding stand in it.
+    the first token of one that is not held takes it so long, and does not come before answer_after. fail_scoring: it
+    fails when it has told log probabilities of so many tokens of the prompt. leave_scoring: it would rather not go on
+    while it tells them. repeats: how often the numbers of an embedding stand in it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -123,6 +123,7 @@ class Script:
     go_on_after: asyncio.Event | None = None
     takes_more: bool = False
     prefill_s: float = 0.0
+    answer_after: asyncio.Event | None = None
     pause_s: float = 0.0
     cached: int = 0
     chunk: int = 1
@@ -259,6 +260,8 @@ class FakeWorker(WorkerServicer):
                 self.rounds += is_held
         else:
             await asyncio.sleep(script.prefill_s)
+            if script.answer_after is not None:
+                await script.answer_after.wait()
         if request.embeds:
             if script.fail_after == 0:
                 raise Scripted(grpc.StatusCode.UNAVAILABLE)

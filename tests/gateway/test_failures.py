@@ -260,7 +260,8 @@ async def test_a_worker_that_stays_silent_is_excluded(strict: Mesh) -> None:
 
 
 async def test_limits_of_requests_in_flight(strict: Mesh) -> None:
-    strict.say(ANSWER, pause_s=0.02)
+    may_answer = asyncio.Event()
+    strict.say(ANSWER, answer_after=may_answer)
     calls = [strict.openai.Completions(body()) for _ in range(3)]
     for call in calls:
         await call.initial_metadata()
@@ -270,6 +271,7 @@ async def test_limits_of_requests_in_flight(strict: Mesh) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await strict.native.Tokenize(TokenizeRequest(model="smollm2-135m", text="hi"))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    may_answer.set()
     for call in calls:
         assert b"[DONE]" in b"".join([message.data async for message in call])
     assert (await strict.complete())["choices"][0]["text"] == ANSWER
@@ -309,7 +311,8 @@ async def test_a_gateway_without_a_part_of_itself_ends(text_model: TextModel) ->
 
 async def test_drain_finishes_streams_and_refuses_new_ones(strict: Mesh) -> None:
     """The last test of this file: the gateway stays drained."""
-    strict.say(ANSWER, pause_s=0.03)
+    may_answer = asyncio.Event()
+    strict.say(ANSWER, answer_after=may_answer)
     call = strict.openai.Completions(body())
     await call.initial_metadata()
     draining = asyncio.create_task(strict.gateway.drain())
@@ -318,5 +321,7 @@ async def test_drain_finishes_streams_and_refuses_new_ones(strict: Mesh) -> None
     assert status == grpc.StatusCode.UNAVAILABLE
     with pytest.raises(grpc.aio.AioRpcError):
         await strict.openai.Readyz(Empty())
+    assert not draining.done()
+    may_answer.set()
     assert b"[DONE]" in b"".join([message.data async for message in call])
-    await asyncio.wait_for(draining, 30)
+    await asyncio.wait_for(draining, 60)

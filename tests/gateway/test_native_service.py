@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import grpc.aio
 import pytest
@@ -18,6 +20,7 @@ from kvmesh.v1.inference_pb2 import (
 )
 
 from tests.gateway.conftest import ANSWER, Mesh
+from tests.gateway.fakes import Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "smollm2-135m"
@@ -44,7 +47,9 @@ async def test_generate_from_text(mesh: Mesh) -> None:
 
 
 async def test_a_request_id_names_one_request(mesh: Mesh) -> None:
-    mesh.say(ANSWER, pause_s=0.05)
+    may_answer = asyncio.Event()
+    tokens = mesh.text.encode_text(ANSWER)
+    mesh.plan[:] = [Script(tokens, answer_after=may_answer), Script(tokens)]
     request = GenerateRequest(model=MODEL, text="hi", request_id="r2")
     first = mesh.native.Generate(request)
     await first.initial_metadata()
@@ -54,6 +59,7 @@ async def test_a_request_id_names_one_request(mesh: Mesh) -> None:
     # There is no Redis here to find the first request in, and still no reason to refuse what says that it is a repeat.
     keyed = mesh.native.Generate(request, metadata=(("idempotency-key", "k"),))
     assert [message async for message in keyed][-1].WhichOneof("event") == "completed"
+    may_answer.set()
     assert [message async for message in first][-1].WhichOneof("event") == "completed"
 
 

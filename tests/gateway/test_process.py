@@ -46,7 +46,7 @@ async def test_life_of_a_process(text_model: TextModel, tmp_path: Path) -> None:
     environment = clean_environment(KVMESH_MESH_SECRET="a secret for tests only")
     process = subprocess.Popen(command(*flags), env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        await eventually(ready.is_file, 30)
+        await eventually(ready.is_file)
         started = json.loads(ready.read_text())
         channel = open_channel(started["address"])
         stub = OpenAIStub(channel)

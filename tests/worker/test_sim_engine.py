@@ -144,16 +144,13 @@ def _modules(pid: int) -> set[str]:
 
 
 async def test_sigterm_lets_streams_finish(worker: WorkerProcess) -> None:
-    open_one = asyncio.create_task(worker.generate(prompt(64), 120))
-
-    async def decoding() -> bool:
-        return (await worker.report()).load.decoding_sequences == 1
-
-    async with asyncio.timeout(60):
-        while not await decoding():
-            await asyncio.sleep(0.02)
+    request = worker.request(prompt(64), 120)
+    messages = aiter(worker.stub.Generate(request, metadata=worker.metadata(), timeout=60))
+    while (await anext(messages)).WhichOneof("event") != "tokens":
+        pass
     worker.process.send_signal(signal.SIGTERM)
-    assert len((await open_one).tokens[0]) == 120
+    rest = [message async for message in messages]
+    assert rest[-1].completed.usage.output_tokens == 120
     await eventually(lambda: worker.process.poll() == 0)
     assert "Traceback" not in worker.log()
 
