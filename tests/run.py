@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 PASSED, FAILED = 0, 1
+# For the meshes of an interrupted run to be taken down.
+STOP_WITHIN_S = 60.0
 CACHES = Path(".pytest_cache").absolute()
 # Real models and whole meshes: about as long as all that is in no other phase.
 MODELS = ("tests/e2e", "tests/envoy", "tests/worker")
@@ -69,8 +72,10 @@ def run(rows: Sequence[Sequence[Phase]], say: Say = print) -> int:
     lost = []
     for phase, tests in at_first.items():
         say("\n".join([f"{phase.name}: failed at first, and now run again alone:", *(f"  {test}" for test in tests)]))
-        status = subprocess.call(phase.pytest("--last-failed", "--last-failed-no-failures", "none"))
+        with _Running(phase, "--last-failed", "--last-failed-no-failures", "none") as second:
+            status = second.wait()
         if status not in (PASSED, FAILED):
+            say(f"{phase.name}: pytest ended with {status}")
             return status
         lost += phase.failed() if status == FAILED else []
     flaky = [test for tests in at_first.values() for test in tests if test not in lost]
@@ -87,36 +92,54 @@ def _side_by_side(row: Sequence[Phase], say: Say) -> list[int]:
     """
     first, *beside = row
     with ExitStack() as running:
-        others = [running.enter_context(_Beside(phase)) for phase in beside]
-        status = subprocess.call(first.pytest("--cache-clear"))
+        logs = [phase.caches / f"{phase.name}.log" for phase in beside]
+        others = [
+            running.enter_context(_Running(phase, "--cache-clear", log=log))
+            for phase, log in zip(beside, logs, strict=True)
+        ]
+        status = running.enter_context(_Running(first, "--cache-clear")).wait()
         if status not in (PASSED, FAILED):
             return [status, *([PASSED] * len(beside))]
-        return [status, *(other.wait(say) for other in others)]
+        statuses = [status]
+        for other, log in zip(others, logs, strict=True):
+            statuses.append(other.wait())
+            say(log.read_text(errors="replace"))
+        return statuses
 
 
-class _Beside:
-    """A phase whose output goes to a file; ended when nobody waits for it any more."""
+class _Running:
+    """A run of a phase; one that still runs at the end of the block is interrupted, so that it stops what it started.
 
-    def __init__(self, phase: Phase) -> None:
-        self._phase = phase
-        self._log = phase.caches / f"{phase.name}.log"
+    In a process group of its own: an interrupt from a terminal reaches it once, by way of here.
+    """
 
-    def __enter__(self) -> _Beside:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as log:
-            command = self._phase.pytest("--cache-clear")
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, process_group=0)
+    def __init__(self, phase: Phase, *more: str, log: Path | None = None) -> None:
+        """log: where its output goes, if not where this process's goes."""
+        phase.caches.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") if log else nullcontext() as output:
+            self._process = subprocess.Popen(
+                phase.pytest(*more),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if log else None,
+                process_group=0,
+            )
+
+    def __enter__(self) -> _Running:
         return self
 
-    def wait(self, say: Say) -> int:
+    def wait(self) -> int:
         """Its exit status."""
-        status = self._process.wait()
-        say(self._log.read_text(errors="replace"))
-        return status
+        return self._process.wait()
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, 15)
+        if self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
 
