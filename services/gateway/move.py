@@ -3,10 +3,11 @@
 The source produces until the target has computed what it was started with. What the source has said by then the target
 is to compute, too, as long as it is more than a little: the client waits for what is left at the switch (rounds of
 pre-copying, as of virtual machines: Clark et al., "Live Migration of Virtual Machines", NSDI 2005). Then whatever the
-source has said is taken, the target is told what of it is new to it, and goes on from there. So the output is the
-source's up to the switch and the target's after it, and the record that both are fed from holds each token once. Until
-the switch the source's side is complete in itself: a target that fails, or nobody to be the target, costs nothing but
-another try after a pause.
+source has said is taken, the target is told what of it is new to it, and goes on from there. A target that draws the
+same tokens need not wait for that: it draws beside the source, is told what that says, and is gone over to when it has
+caught up (beside.py). So the output is the source's up to the switch and the target's after it, and the record that
+both are fed from holds each token once. Until the switch the source's side is complete in itself: a target that fails,
+or nobody to be the target, costs nothing but another try after a pause.
 """
 
 from __future__ import annotations
@@ -96,6 +97,11 @@ class Move:
         if not self._rounds_left or not num_open or not is_worth_it:
             return []
         self._mark, self._rounds_left, self._told_tokens = self.output.mark(), self._rounds_left - 1, num_tokens
+        return further
+
+    def told(self) -> list[KnownOutput]:
+        """A target that draws is told what it has not been told yet."""
+        further, self._mark = self.output.known(self._mark), self.output.mark()
         return further
 
     def failed(self, now_s: float) -> None:

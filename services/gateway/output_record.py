@@ -7,11 +7,15 @@ grows, by at most max_tokens for a choice.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 from kvmesh.v1.worker_pb2 import KnownOutput, WorkerChoiceFinish, WorkerGenerateResponse
+
+
+class OutputDiverged(Exception):
+    """Two attempts at one output do not draw the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,35 @@ class OutputRecord:
         self._tokens[choice].extend(token_ids)
         self.num_tokens += len(token_ids)
         return True
+
+    def news(self, message: WorkerGenerateResponse, after: int = 0) -> WorkerGenerateResponse | None:
+        """What a message of an attempt beside another has beyond the record; None: nothing. It is not noted.
+
+        after: tokens of the choice up to the last that has come of the attempt, noted or not. Raises OutputDiverged
+        when it has other tokens in the places of known ones, or leaves some out.
+        """
+        if not message.HasField("tokens"):
+            return message
+        token_ids, known = message.tokens.token_ids, self._tokens[message.tokens.choice]
+        first = message.tokens.position
+        num_known = max(0, min(len(known) - first, len(token_ids)))
+        if first > max(len(known), after) or list(known[first : first + num_known]) != list(token_ids[:num_known]):
+            raise OutputDiverged
+        if num_known == len(token_ids):
+            return None
+        if not num_known:
+            return message
+        rest = WorkerGenerateResponse()
+        rest.CopyFrom(message)
+        rest.tokens.position += num_known
+        del rest.tokens.token_ids[:num_known]
+        del rest.tokens.logprobs[:num_known]
+        return rest
+
+    def is_reached(self, lengths: Mapping[int, int]) -> bool:
+        """Whether an attempt that has come so far of each choice has nothing to catch up with."""
+        spent = self._spent()
+        return all(spent[choice] or lengths.get(choice, 0) >= len(one) for choice, one in enumerate(self._tokens))
 
     def end(self, choice: int) -> None:
         """Nothing more is wanted of a choice. Idempotent."""

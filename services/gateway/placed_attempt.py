@@ -39,6 +39,8 @@ class PlacedAttempt:
     cached_tokens: int = 0
     # Its first token waits for somebody's word, and tells nothing of its worker.
     is_held: bool = False
+    # It began to draw while another did: what it says may be known.
+    draws_beside: bool = False
     first_token_at_s: float = 0.0
     last_token_at_s: float = 0.0
     output_tokens: int = 0

@@ -23,7 +23,7 @@ from kvmesh.v1.worker_pb2 import Admitted, Completed, WorkerGenerateResponse
 from services.gateway.errors import AnswerNotKept, DeadlineExceeded, GatewayError, InvalidRequest, WorkerFailed
 from services.gateway.idempotency_records import Place
 from services.gateway.interruption import Pauses
-from services.gateway.output_record import OutputRecord
+from services.gateway.output_record import OutputDiverged, OutputRecord
 from services.gateway.placed_attempt import PlacedAttempt
 from services.gateway.placement import Placement
 from services.gateway.placement_job import PlacementJob
@@ -84,8 +84,9 @@ class PlacedStream:
                 if attempt is self._open:
                     self._on_end(attempt, end)
                 continue
-            if self._take(attempt, message):
-                return message
+            news = self._news(attempt, message)
+            if news is not None and self._take(attempt, news):
+                return news
 
     async def attach(self, request_id: str, place: Place) -> None:
         """Read from its beginning what a worker keeps of the request `request_id`; what it loses, others go on with.
@@ -130,6 +131,16 @@ class PlacedStream:
             self.placement.pulse.add(self)
             if attempt.grant.HasField("handoff"):
                 self._second.hand_off(attempt)
+
+    def _news(self, attempt: PlacedAttempt, message: WorkerGenerateResponse) -> WorkerGenerateResponse | None:
+        """What of a message is not known already; None: nothing."""
+        if not attempt.draws_beside:
+            return message
+        try:
+            return self._output.news(message)
+        except OutputDiverged:
+            attempt.inbox.break_off(AttemptEnded(grpc.StatusCode.ABORTED, "it draws other tokens than were drawn"))
+            return None
 
     def _take(self, attempt: PlacedAttempt, message: WorkerGenerateResponse) -> bool:
         """Note what the worker says; whether the reader is to have it."""
@@ -250,14 +261,14 @@ class PlacedStream:
             self._hand_over(self._open, "wanted", is_move=True)
 
     def _hand_over(self, source: PlacedAttempt, reason: str, *, is_move: bool) -> None:
-        """What the source has said is taken; the target is told of it, and goes on."""
+        """What the source has said is taken; the target is told of it, and goes on after what it has said itself."""
         unread = list(source.inbox.unread)
         for message in unread:
             source.charge(message)
         taken = self._second.take(unread, is_move=is_move)
         if taken is None:
             return
-        target, switch = taken
+        target, switch, brought = taken
         self._tell_admitted(source, target, unread)
         self._ready.extend(switch.ready)
         source.inbox.hand_over()
@@ -273,6 +284,10 @@ class PlacedStream:
         self._opened(target)
         if target.is_admitted:
             self._tell_keeper(target)
+        for message in brought:
+            news = self._news(target, message)
+            if news is not None and self._take(target, news):
+                self._ready.append(news)
 
     def _tell_admitted(
         self, source: PlacedAttempt, target: PlacedAttempt, unread: list[WorkerGenerateResponse]

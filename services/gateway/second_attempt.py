@@ -1,7 +1,8 @@
 """A stream's second attempt, at another worker beside the first: asked for, prepared, and handed over.
 
 The ask is work that goes on (`Ask.resumes`), outside the line: the request has its turn already. The second attempt is
-held by its worker (`hold_s`) until it is resumed. Every attempt that was granted here is closed here, or handed over.
+held by its worker (`hold_s`) until it is resumed: when it takes over, or, where it draws the same as the first, as soon
+as it is prepared, to draw beside that. Every attempt that was granted here is closed here, or handed over.
 A handoff is a move that is planned from the beginning: the router has named both workers in one grant.
 """
 
@@ -12,14 +13,17 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import structlog
 from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_STALE, OUTCOME_WORKER_FAILED, Grant, Outcome
-from kvmesh.v1.worker_pb2 import MOVE_REASON_DRAINING, MoveReason, WorkerGenerateResponse
+from kvmesh.v1.worker_pb2 import MOVE_REASON_DRAINING, MoveReason, Prepared, WorkerGenerateResponse
 
+from services.gateway.beside import Beside
 from services.gateway.errors import GatewayError, ModelUnavailable
 from services.gateway.move import Move, Stage, Switch
 from services.gateway.move_times import MoveTimes
+from services.gateway.output_record import OutputDiverged
 from services.gateway.placed_attempt import PlacedAttempt
 from services.gateway.placing import Placing
 from services.gateway.worker_link import AttemptEnded
@@ -32,6 +36,14 @@ _HOLD_SHARE = 4.0
 # The target is ready: the source's next token is worth so long a wait, since the client has it and waits for less then.
 _ALIGN_S = 0.25
 _log = structlog.get_logger("gateway.move")
+
+
+class Takeover(NamedTuple):
+    """The attempt to go on with, what the first has said last, and what the second has said beyond the record."""
+
+    target: PlacedAttempt
+    switch: Switch
+    brought: list[WorkerGenerateResponse]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +66,10 @@ class SecondAttempt:
     _relieves: bool = False
     # The target has caught up, and waits for the moment.
     _is_ready: bool = False
+    # While it draws.
+    _beside: Beside | None = None
+    # No target has drawn anything else than its source.
+    _may_draw_beside: bool = True
     # When the target of a handoff was started; 0: it was not planned with the source.
     _handed_off_at_s: float = 0.0
 
@@ -107,13 +123,17 @@ class SecondAttempt:
         """The source has just produced a token, which the client has: no moment is better to leave it."""
         if self._is_ready:
             self.on_ready()
+        elif self._beside is not None and self._target is not None:
+            self._beside.heard_source(time.monotonic())
+            if further := self._move.told():
+                self._target.inbox.resume(further)
 
     @property
     def is_preparing(self) -> bool:
         """Whether there is a second attempt."""
         return self._move.stage is Stage.PREPARING
 
-    def take(self, unread: Iterable[WorkerGenerateResponse], *, is_move: bool) -> tuple[PlacedAttempt, Switch] | None:
+    def take(self, unread: Iterable[WorkerGenerateResponse], *, is_move: bool) -> Takeover | None:
         """The second attempt, now the caller's to resume and to end; None when the source has said all already.
 
         is_move: the source is well.
@@ -122,7 +142,8 @@ class SecondAttempt:
         if switch is None or target is None:
             self.close()
             return None
-        self._target, self._is_ready = None, False
+        brought = self._beside.brought if self._beside is not None else []
+        self._target, self._is_ready, self._beside = None, False, None
         # The target's messages are for another reader now.
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
@@ -134,7 +155,7 @@ class SecondAttempt:
             self._handed_off_at_s = 0.0
         else:
             self._count("moved")
-        return target, switch
+        return Takeover(target, switch, brought)
 
     def close(self) -> None:
         """Give up what is on its way. Idempotent."""
@@ -187,12 +208,7 @@ class SecondAttempt:
                 target.is_admitted, target.cached_tokens = True, message.admitted.cached_tokens
                 self.times.admitted_at_s = target.heard_at_s
             elif kind == "prepared":
-                self.times.prepared(message.prepared, target.heard_at_s)
-                further = self._move.prepared() if message.prepared.takes_more else []
-                if further:
-                    target.inbox.resume(further, hold=True)
-                else:
-                    self._ready()
+                self._on_prepared(target, message.prepared)
             elif kind == "stale":
                 self._fail("stale", OUTCOME_STALE)
                 return
@@ -200,6 +216,35 @@ class SecondAttempt:
                 # It goes, too: whoever took the output there would have to leave again.
                 self._fail("leaves", OUTCOME_CANCELLED)
                 return
+            elif self._beside is not None:
+                self._on_drawn(self._beside, message)
+                if kind == "completed":
+                    # So the source has said all, too, and is about to say so.
+                    return
+
+    def _on_prepared(self, target: PlacedAttempt, told: Prepared) -> None:
+        self.times.prepared(told, target.heard_at_s)
+        output = self.placing.output
+        if told.draws_beside and self._may_draw_beside and output.num_tokens:
+            self._beside, target.draws_beside = Beside(output, target.heard_at_s), True
+            target.inbox.resume(self._move.told())
+            return
+        further = self._move.prepared() if told.takes_more else []
+        if further:
+            target.inbox.resume(further, hold=True)
+        else:
+            self._ready()
+
+    def _on_drawn(self, beside: Beside, message: WorkerGenerateResponse) -> None:
+        try:
+            is_time = beside.heard_target(message, time.monotonic())
+        except OutputDiverged:
+            # The next one is to wait for its source's end.
+            self._may_draw_beside = False
+            self._fail("diverged", OUTCOME_CANCELLED)
+            return
+        if is_time:
+            self.on_ready()
 
     def _ready(self) -> None:
         """The target waits for its last word: until the source's next token, where that will be heard at once."""
@@ -221,13 +266,13 @@ class SecondAttempt:
         if self._handed_off_at_s:
             self._count_handoff("target_failed")
         else:
-            self._count("target_failed")
+            self._count("diverged" if reason == "diverged" else "target_failed")
         self._drop(outcome)
         self._handed_off_at_s = 0.0
         self._move.failed(time.monotonic())
 
     def _drop(self, outcome: Outcome.ValueType) -> None:
-        target, self._target, self._is_ready = self._target, None, False
+        target, self._target, self._is_ready, self._beside = self._target, None, False, None
         if target is not None:
             target.end(outcome)
 

@@ -175,6 +175,11 @@ class WorkerSettings(ServiceSettings):
         return self.speculation_tokens if self.speculation == "ngram" else 0
 
     @property
+    def is_exact(self) -> bool:
+        """Whether what is drawn does not depend on the batch."""
+        return self.exact == "on" or (self.exact == "auto" and self.device == "cpu")
+
+    @property
     def num_ranks(self) -> int:
         """Processes that compute."""
         return self.tensor_parallel * self.pipeline_parallel * self.expert_parallel

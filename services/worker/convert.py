@@ -71,7 +71,7 @@ def known_outputs(known: Iterable[worker_pb2.KnownOutput]) -> list[KnownOutput]:
 
 def chunk_proto(outputs: Sequence[ChoiceOutput]) -> worker_pb2.WorkerGenerateResponse:
     """The tokens of consecutive outputs of one choice."""
-    chunk = worker_pb2.TokenChunk(choice=outputs[0].choice)
+    chunk = worker_pb2.TokenChunk(choice=outputs[0].choice, position=outputs[0].position)
     for output in outputs:
         chunk.token_ids.extend(output.token_ids)
         for token, logprob in zip(output.token_ids, output.logprobs, strict=False):

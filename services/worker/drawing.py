@@ -97,6 +97,7 @@ def output_of(advance: Advance, drawn: Drawn) -> ChoiceOutput:
         drawn.logprobs,
         advance.finish,
         accelerator_s=request.accelerator_s,
+        position=sequence.num_output - len(drawn.tokens),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import groupby
 
 import structlog
 from kvmesh.v1 import worker_pb2
@@ -39,13 +38,14 @@ class Exchange:
         self._names = attempt_names(request)
         self._front = front
         self._worker_id = worker_id
+        # Readers of one that is kept are told what others draw in the order in which it is told here.
+        self._draws_beside = front.is_exact and not request.keep_s
         self._parent = otel_context.get_current()
         self._submitted_ns = time.time_ns()
 
     def responses(self, events: list[Event]) -> Iterator[worker_pb2.WorkerGenerateResponse]:
-        """Responses for a batch of events; tokens of one choice that wait together go together."""
-        for _, group in groupby(events, key=_group_of):
-            run = list(group)
+        """Responses for a batch of events; tokens of one choice that wait together go together, but for gaps."""
+        for run in _runs(events):
             outputs = [event for event in run if isinstance(event, ChoiceOutput)]
             if outputs:
                 yield chunk_proto(outputs)
@@ -62,7 +62,9 @@ class Exchange:
                 )
                 yield worker_pb2.WorkerGenerateResponse(admitted=admitted)
             case PreparedRequest(pull_s=pull_s, compute_s=compute_s):
-                prepared = worker_pb2.Prepared(takes_more=True, pull_s=pull_s, compute_s=compute_s)
+                prepared = worker_pb2.Prepared(
+                    takes_more=True, pull_s=pull_s, compute_s=compute_s, draws_beside=self._draws_beside
+                )
                 yield worker_pb2.WorkerGenerateResponse(prepared=prepared)
             case MoveRequested():
                 yield move_proto(event)
@@ -106,6 +108,19 @@ def attempt_names(request: worker_pb2.WorkerGenerateRequest) -> dict[str, object
     return {"request_id": request.request_id, "attempt": request.attempt}
 
 
-def _group_of(event: Event) -> tuple[int, int]:
-    """Consecutive outputs of a choice share a group; any other event is one of its own."""
-    return (0, event.choice) if isinstance(event, ChoiceOutput) else (1, id(event))
+def _runs(events: list[Event]) -> Iterator[list[Event]]:
+    """Consecutive outputs of a choice together; any other event, and output after a gap, by itself."""
+    run: list[Event] = []
+    for event in events:
+        if run and not _goes_on(run[-1], event):
+            yield run
+            run = []
+        run.append(event)
+    if run:
+        yield run
+
+
+def _goes_on(before: Event, event: Event) -> bool:
+    if not (isinstance(before, ChoiceOutput) and isinstance(event, ChoiceOutput)):
+        return False
+    return event.choice == before.choice and event.position == before.position + len(before.token_ids)

@@ -61,10 +61,12 @@ class Front:
         departure_s: float,
         node_failing: Callable[[NodeFailing], None],
         ranks: Sequence[Part] = (),
+        is_exact: bool = True,
     ) -> None:
         """departure_s: for which a reader that is asked to go on elsewhere keeps others from being asked. ranks: the
-        other processes that compute, where the engine is one of several.
+        other processes that compute, where the engine is one of several. is_exact: tokens do not depend on the batch.
         """
+        self.is_exact = is_exact
         self.board = board
         self.streams = streams
         self.metrics = metrics

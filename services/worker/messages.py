@@ -98,7 +98,7 @@ class Submit(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """Draw on after `further`: of a request with hold_s. Unknown keys are ignored.
+    """Draw on after `further`: of a request with hold_s, which may draw already. Unknown keys are ignored.
 
     hold: not yet; it is prepared again once it has computed that, too.
     """
@@ -180,7 +180,7 @@ class PromptEmbedded(Message, frozen=True):
 class ChoiceOutput(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one choice, a stop token included; finish is "" (goes on), "stop" or "length".
 
-    accelerator_s: the request's part of the time of steps so far.
+    accelerator_s: the request's part of the time of steps so far. position: output tokens of the choice before these.
     """
 
     key: int
@@ -189,6 +189,7 @@ class ChoiceOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[PositionLogprob]
     finish: str
     accelerator_s: float = 0.0
+    position: int = 0
 
 
 class RequestUsage(msgspec.Struct, frozen=True, array_like=True):

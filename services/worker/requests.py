@@ -39,6 +39,7 @@ def request_of(message: Submit, now: float) -> Request:
         traceparent=message.traceparent,
         known=known,
         held_until_s=now + message.hold_s if message.hold_s > 0 else None,
+        was_held=message.hold_s > 0,
         output_tokens=known_tokens,
         known_tokens=known_tokens,
         embeds=message.embeds,

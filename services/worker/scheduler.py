@@ -11,7 +11,8 @@ are drawn in their places become known.
 
 A held request is computed like any other up to its last known token. It keeps its place and its slots while it waits
 to be resumed, in the same order as the rest: what came later is preempted before it, what came before is not kept from
-running. When it is resumed, what has become known meanwhile is one more chunk of prefill.
+running. When it is resumed, what has become known meanwhile is one more chunk of prefill; so is what another attempt,
+which draws the same, has drawn before it from then on.
 
 Invariants: only RUNNING sequences hold slots. A running sequence has slots for every known token except, while it
 decodes, perhaps the last, or those it was resumed with; it may have a block more, taken for a draft. The first running
@@ -106,12 +107,14 @@ class Scheduler:
                 bisect.insort(self._waiting, sequence, key=_order)
 
     def resume(self, request: Request, further: Mapping[int, Known], *, hold: bool = False) -> None:
-        """Let a held request draw on after `further`. Raises Refused, and nothing is changed, where it cannot.
+        """Let a request that was held draw on after `further`, as far as it has not drawn that itself.
 
-        hold: only compute that; it is prepared once more afterwards.
+        hold: only compute that; it is prepared once more afterwards. Raises Refused where it cannot.
         """
-        if not request.is_held:
+        if not request.was_held or (hold and not request.is_held):
             raise Refused("INVALID_ARGUMENT", "the attempt is not held")
+        if not request.is_held:
+            further = _unheard(request, further)
         check_known(request, further, self._limits.vocab_size)
         if hold:
             self._unprepared.add(request.key)
@@ -303,6 +306,13 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
+
+
+def _unheard(request: Request, further: Mapping[int, Known]) -> dict[int, Known]:
+    """What is new of `further` to choices that draw; of those that have ended nothing."""
+    drawn = {choice: one for choice, one in enumerate(request.sequences) if choice in further}
+    new = {choice: one.unheard(further[choice]) for choice, one in drawn.items() if one.status is not Status.FINISHED}
+    return {choice: output for choice, output in further.items() if choice not in drawn} | new
 
 
 def _count_cached(request: Request, hits: int) -> None:

@@ -85,6 +85,8 @@ class Request:
     prefill_end_s: float = 0.0
     # Until when it waits to be resumed, drawing nothing; None: it is not held, or no more.
     held_until_s: float | None = None
+    # It was held at first, and may be told what another attempt draws.
+    was_held: bool = False
     # Whether its reader has been asked to move it, and whether another's has been for its sake.
     asked_to_move: bool = False
     wanted_room: bool = False
@@ -153,6 +155,7 @@ class Sequence:
         "num_computed",
         "num_registered",
         "num_tokens",
+        "num_told",
         "order",
         "request",
         "slots",
@@ -171,6 +174,8 @@ class Sequence:
         self.num_tokens = len(prompt)
         self.num_computed = 0
         self.num_registered = 0
+        # Output tokens that it was told of, whether it had drawn them itself by then or not.
+        self.num_told = 0
         self.block_ids = list(request.prompt_ids)
         self.slots: list[int] = []
         # `slots` as the runner wants them.
@@ -187,6 +192,16 @@ class Sequence:
         """Output that was drawn elsewhere goes on from what is known so far."""
         start, self.num_tokens = self.num_tokens, self.num_tokens + len(known.tokens)
         self.tokens[start : self.num_tokens] = known.tokens
+        self.num_told += len(known.tokens)
+
+    def unheard(self, known: Known) -> Known:
+        """What it does not know of output that goes on from what it was told last, and counts as told now.
+
+        It may have drawn some of it itself meanwhile.
+        """
+        num_drawn = self.num_output - self.num_told
+        self.num_told += min(num_drawn, len(known.tokens))
+        return Known(known.tokens[num_drawn:], known.finished)
 
     @property
     def hit_ids(self) -> list[BlockId]:

@@ -72,6 +72,7 @@ class Serving:
             departure_s=min(_MAX_DEPARTURE_S, settings.drain_deadline_s * _DEPARTURE_SHARE),
             node_failing=self._keeper.failing,
             ranks=replica.ranks,
+            is_exact=settings.is_exact,
         )
 
     async def run_until(self, end: asyncio.Event) -> None:

@@ -102,7 +102,8 @@ class Script:
     that takes it so long, every time, and not before prepare_after. takes_more: it may be told more then. prefill_s:
     the first token of one that is not held takes it so long, and does not come before answer_after. fail_scoring: it
     fails when it has told log probabilities of so many tokens of the prompt. leave_scoring: it would rather not go on
-    while it tells them. repeats: how often the numbers of an embedding stand in it.
+    while it tells them. repeats: how often the numbers of an embedding stand in it. draws_beside: it
+    is told what others draw, and each of its tokens takes pause_s, the first not before draw_after.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -122,6 +123,8 @@ class Script:
     prepare_after: asyncio.Event | None = None
     go_on_after: asyncio.Event | None = None
     takes_more: bool = False
+    draws_beside: bool = False
+    draw_after: asyncio.Event | None = None
     prefill_s: float = 0.0
     answer_after: asyncio.Event | None = None
     pause_s: float = 0.0
@@ -141,6 +144,10 @@ def embedding_of(tokens: Sequence[int]) -> list[float]:
     vector = [1.0 + len(tokens), 1.0 + tokens[0] % 101, 1.0 + tokens[-1] % 97, 2.0]
     norm = math.hypot(*vector)
     return array("f", [value / norm for value in vector]).tolist()
+
+
+def _prepared(script: Script) -> Prepared:
+    return Prepared(takes_more=script.takes_more, draws_beside=script.draws_beside)
 
 
 async def _next_batch(outbox: asyncio.Queue[AttemptEvents]) -> ServeBatch:
@@ -163,8 +170,10 @@ class FakeWorker(WorkerServicer):
     running: int = 0
     cancelled: int = 0
     streams: int = 0
-    # How often held attempts were told more.
+    # How often held attempts were told more, and ones that drew already.
     rounds: int = 0
+    told_beside: int = 0
+    drawing_beside: int = 0
     resumes: dict[int, asyncio.Queue[ResumeAttempt]] = field(default_factory=dict)
     # Says nothing any more; heeds no cancels.
     frozen: bool = False
@@ -253,7 +262,7 @@ class FakeWorker(WorkerServicer):
                     await script.prepare_after.wait()
                 if script.fail_held:
                     raise Scripted(grpc.StatusCode.UNAVAILABLE)
-                yield WorkerGenerateResponse(prepared=Prepared(takes_more=script.takes_more))
+                yield WorkerGenerateResponse(prepared=_prepared(script))
                 resume = await self.resumes[attempt.key].get()
                 known += resume.further
                 is_held = resume.hold
@@ -273,7 +282,11 @@ class FakeWorker(WorkerServicer):
         if request.sampling.HasField("num_prompt_logprobs") and not known:
             async for message in self._scores(script, request):
                 yield message
-        async for message in self._output(script, request, known):
+        if request.hold_s and script.draws_beside:
+            output = self._output_beside(script, request, known, self.resumes[attempt.key])
+        else:
+            output = self._output(script, request, known)
+        async for message in output:
             yield message
 
     async def _scores(self, script: Script, request: WorkerGenerateRequest) -> AsyncIterator[WorkerGenerateResponse]:
@@ -320,6 +333,56 @@ class FakeWorker(WorkerServicer):
         usage = Usage(
             prompt_tokens=len(request.prompt_token_ids),
             output_tokens=sum(map(len, left.values())) + sum(known.values()),
+            cached=CachedTokens(local=script.cached),
+        )
+        yield WorkerGenerateResponse(completed=Completed(usage=usage))
+
+    async def _output_beside(
+        self,
+        script: Script,
+        request: WorkerGenerateRequest,
+        outputs: list[KnownOutput],
+        resumes: asyncio.Queue[ResumeAttempt],
+    ) -> AsyncIterator[WorkerGenerateResponse]:
+        """A token of each choice at a time; what it is told meanwhile it does not draw."""
+        whole = script.by_choice or [script.tokens] * request.num_choices
+        tokens = [one[: request.max_tokens] for one in whole]
+        told, ended = dict.fromkeys(range(len(tokens)), 0), set[int]()
+
+        def learn(further: Sequence[KnownOutput]) -> None:
+            for one in further:
+                told[one.choice] += len(one.token_ids)
+                said[one.choice] = max(said[one.choice], told[one.choice])
+                ended.update([one.choice] if one.finished else [])
+
+        said = dict(told)
+        learn(outputs)
+        self.drawing_beside += 1
+        drawn = 0
+        while going := [choice for choice in said if choice not in ended]:
+            if drawn == script.fail_after:
+                raise Scripted(grpc.StatusCode.INTERNAL)
+            positions = {choice: said[choice] for choice in going}
+            await asyncio.sleep(script.pause_s)
+            if script.draw_after is not None:
+                await script.draw_after.wait()
+            for choice, position in positions.items():
+                said[choice] = position + 1
+                part = tokens[choice][position : position + 1]
+                chunk = self._chunk(choice, part, request)
+                chunk.position = position
+                yield WorkerGenerateResponse(tokens=chunk)
+                if said[choice] == len(tokens[choice]):
+                    ended.add(choice)
+                    reason = FINISH_REASON_LENGTH if said[choice] < len(whole[choice]) else script.finish
+                    yield WorkerGenerateResponse(finish=WorkerChoiceFinish(choice=choice, reason=reason))  # type: ignore[arg-type]
+            drawn += 1
+            while not resumes.empty():
+                self.told_beside += 1
+                learn(resumes.get_nowait().further)
+        usage = Usage(
+            prompt_tokens=len(request.prompt_token_ids),
+            output_tokens=sum(said.values()),
             cached=CachedTokens(local=script.cached),
         )
         yield WorkerGenerateResponse(completed=Completed(usage=usage))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.messages import Abort, HolderRun, MoveRequested, PreparedRequest, Resume
+from services.worker.messages import Abort, HolderRun, MoveRequested, PreparedRequest, Resume, StepOutput
 from services.worker.mover_messages import CancelPull
 from services.worker.scheduler import MIN_PREFILL_TOKENS
 from tests.worker.cores import known_output, make_core, submit
@@ -55,6 +56,42 @@ def test_a_held_attempt_goes_on_after_what_came_meanwhile(
     assert [toy.tokens(1, choice) for choice in range(len(cuts))] == [whole[last:] for _, last in cuts]
     usage = toy.usage(1)
     assert (usage.output_tokens, usage.known_tokens) == (40 * len(cuts), sum(last for _, last in cuts))
+    assert toy.core.is_idle
+
+
+@settings(max_examples=60)
+@given(
+    prompt=st.lists(st.integers(0, 96), min_size=1, max_size=40),
+    choices=st.integers(1, 3),
+    talk=st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 4), min_size=3, max_size=3)), max_size=12),
+    speculation_tokens=st.sampled_from([0, 3]),
+)
+def test_what_another_draws_meanwhile_is_not_drawn_again(
+    prompt: list[int], choices: int, talk: list[tuple[int, list[int]]], speculation_tokens: int
+) -> None:
+    """Resumed, it is told more between its steps: of what it has drawn itself, and of what it has not."""
+    toy = Toy(make_core(NUM_BLOCKS, max_queue_s=100.0, speculation_tokens=speculation_tokens))
+    whole, told = expected_tokens(tuple(prompt), 30), [0] * choices
+    toy.tell(submit(1, prompt, 30, num_choices=choices, **HOLD))
+    toy.run()
+    toy.tell(Resume(1, []))
+    for steps, counts in talk:
+        toy.run(steps)
+        further = []
+        for choice in range(choices):
+            end = min(30, told[choice] + counts[choice])
+            further.append(known_output(choice, whole[told[choice] : end], finished=end == 30))
+            told[choice] = end
+        toy.tell(Resume(1, [one for one in further if one.token_ids]))
+    toy.run()
+    outputs = [o for m in toy.said if isinstance(m, StepOutput) for o in m.choices]
+    for choice in range(choices):
+        drawn = [(o.position, o.token_ids) for o in outputs if o.choice == choice]
+        assert all(token_ids == whole[first : first + len(token_ids)] for first, token_ids in drawn)
+        assert all(before + len(ids) <= after for (before, ids), (after, _) in pairwise(drawn)), "nothing twice"
+    usage = toy.usage(1)
+    num_drawn = sum(len(o.token_ids) for o in outputs)
+    assert (usage.output_tokens, usage.known_tokens) == (30 * choices, 30 * choices - num_drawn)
     assert toy.core.is_idle
 
 

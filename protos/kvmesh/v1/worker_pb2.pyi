@@ -363,21 +363,25 @@ class Prepared(_message.Message):
     TAKES_MORE_FIELD_NUMBER: _builtins.int
     PULL_S_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
+    DRAWS_BESIDE_FIELD_NUMBER: _builtins.int
     takes_more: _builtins.bool
     """It takes a ResumeAttempt with hold."""
     pull_s: _builtins.float
     """Seconds of pulling, and of what else it has taken since its arrival."""
     compute_s: _builtins.float
+    draws_beside: _builtins.bool
+    """It draws what any other worker would, and takes ResumeAttempts while it draws."""
     def __init__(
         self,
         *,
         takes_more: _builtins.bool = ...,
         pull_s: _builtins.float = ...,
         compute_s: _builtins.float = ...,
+        draws_beside: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "pull_s", b"pull_s", "takes_more", b"takes_more"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "draws_beside", b"draws_beside", "pull_s", b"pull_s", "takes_more", b"takes_more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -412,9 +416,14 @@ class TokenChunk(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ACCELERATOR_S_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     accelerator_s: _builtins.float
     """The attempt's part of the time of the engine's steps, from its beginning to these tokens."""
+    position: _builtins.int
+    """Output tokens of the choice before these, known ones included. Told by attempts that draw beside others; no others
+    skip any.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -426,10 +435,11 @@ class TokenChunk(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
         accelerator_s: _builtins.float = ...,
+        position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator_s", b"accelerator_s", "choice", b"choice", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator_s", b"accelerator_s", "choice", b"choice", "logprobs", b"logprobs", "position", b"position", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,7 +543,9 @@ Global___ServeRequest: _TypeAlias = ServeRequest  # noqa: Y015
 
 @_typing.final
 class ResumeAttempt(_message.Message):
-    """Draw on from here: of an attempt with hold_s, whose time goes on."""
+    """Draw on from here: of an attempt with hold_s, whose time goes on. One that draws already and was Prepared with
+    draws_beside computes what of this it has not drawn itself, in place of drawing it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -545,7 +557,7 @@ class ResumeAttempt(_message.Message):
     """Compute that as well, say Prepared again, and still draw nothing."""
     @_builtins.property
     def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___KnownOutput]:
-        """What has become known since its start, in the terms of WorkerGenerateRequest.known: only what is new."""
+        """What has become known since it was told last, in the terms of WorkerGenerateRequest.known: only what is new."""
 
     def __init__(
         self,
