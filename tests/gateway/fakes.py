@@ -102,8 +102,8 @@ class Script:
     that takes it so long, every time, and not before prepare_after. takes_more: it may be told more then. prefill_s:
     the first token of one that is not held takes it so long, and does not come before answer_after. fail_scoring: it
     fails when it has told log probabilities of so many tokens of the prompt. leave_scoring: it would rather not go on
-    while it tells them. repeats: how often the numbers of an embedding stand in it. draws_beside: it
-    is told what others draw, and each of its tokens takes pause_s, the first not before draw_after.
+    while it tells them. repeats: how often the numbers of an embedding stand in it. draws_beside: it is told what
+    others draw, and each of its tokens takes pause_s, the first not before draw_after.
     """
 
     tokens: list[int] = field(default_factory=list)
