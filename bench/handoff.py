@@ -1,11 +1,12 @@
 """`python -m bench.handoff`: what long prompts do to running streams, with one kind of worker and with two.
 
 Streams run on a mesh of two workers; every second a long prompt arrives that nobody has seen. Measured is the time
-between two events of a stream, without the prompts and with them: p99 and the ratio of both, where both workers do all,
-and where one computes prompts and the other answers; medians of rounds in which both take turns. `--engine sim`: the
-workers take the time of an accelerator, everything around them is real, blocks are pulled; with `--slower` all of that
-time and of the load's, so that a busy machine does not show. `--model`: one that the worker for prompts can keep up
-with on this machine. The machine's other load is in the figures: say how quiet it was.
+between two events of a stream, without the prompts and with them, in turns, since the streams' contexts grow: p99 and
+the ratio of both, where both workers do all, and where one computes prompts and the other answers; medians of rounds in
+which both take turns. `--engine sim`: the workers take the time of an accelerator, everything around them is real,
+blocks are pulled; with `--slower` all of that time and of the load's, so that a busy machine does not show. `--model`:
+one that the worker for prompts can keep up with on this machine; `--own-core` (bench/handoff_cores.py) where the
+machine has next to none for anything but workers. Its other load is in the figures: say how quiet it was.
 `--choice` prints, and with `--plot` draws, what a router decides by load, prompt length and link.
 """
 
@@ -19,24 +20,28 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.handoff_choice import ACCELERATOR, CPU, Choice, choices, plot
-from bench.handoff_streams import Streams, offer
+from bench.handoff_cores import shared_out
+from bench.handoff_streams import Prompts, Streams, offer
 from bench.kv_node import cpu_seconds
 from bench.kv_table import Machine
 from bench.load import percentile
-from bench.load_http import http_load
+from bench.load_http import HttpLoad, http_load
 from bench.local_mesh import LocalMesh, local_mesh
 from services.common.models import DEFAULT_MODEL
 from services.common.time_model import TimeModel
 
 _LAYOUTS = {"both": ("--workers", "2"), "pools": ("--prefill-workers", "1", "--decode-workers", "1")}
 _WARM_UP_S = 4.0
+# Times without prompts, and as many with.
+_TURNS = 2
 # What an accelerator is assumed to take for a model of 8B parameters under load.
 SIM_TIMES = TimeModel(20_000.0, decode_step_s=0.02, decode_sequence_s=0.0002)
 _SIM_ENVIRONMENT = {
@@ -97,6 +102,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--every-s", type=float, default=1.0, help="between two prompts")
     parser.add_argument("--layouts", nargs="+", choices=sorted(_LAYOUTS), default=sorted(_LAYOUTS))
+    parser.add_argument("--own-core", action="store_true", help="for the second worker, in both layouts")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
     if options.choice:
@@ -120,27 +126,23 @@ async def _measure(layout: str, turn: int, options: argparse.Namespace) -> Distu
     flags = ("--kvstores", "0", "--model", options.model, *_LAYOUTS[layout])
     engine = ("--engine", "sim") if is_sim else ("--threads", "1")
     environment = _SIM_ENVIRONMENT | {"KVMESH_WORKER_SIM_SPEED": str(1.0 / options.slower)} if is_sim else None
-    with local_mesh(*flags, *engine, environment=environment) as mesh:
+    with (
+        local_mesh(*flags, *engine, environment=environment) as mesh,
+        shared_out(mesh) if options.own_core else nullcontext(),
+    ):
         return await _disturbed(mesh, layout, turn, options)
 
 
 async def _disturbed(mesh: LocalMesh, layout: str, turn: int, options: argparse.Namespace) -> Disturbance:
     model = options.model.partition("=")[0]
-    streams = Streams(mesh.port, model, options.streams)
+    streams, found = Streams(mesh.port, model, options.streams), _Found()
     try:
         await asyncio.sleep(_WARM_UP_S * options.slower)
-        streams.reset()
-        await asyncio.sleep(options.seconds * options.slower)
-        alone = _ms(streams.gaps_s)
-        streams.reset()
-        before, began_s = _cpu_s(mesh), time.monotonic()
         async with http_load(f"http://127.0.0.1:{mesh.port}", model) as load:
-            times = {"every_s": options.every_s * options.slower, "seconds": options.seconds * options.slower}
-            prompts = await offer(load, random.Random(turn), num_tokens=options.prompt_tokens, **times)
-        disturbed, wall_s = _ms(streams.gaps_s), time.monotonic() - began_s
-        after = _cpu_s(mesh)
+            await _take_turns(mesh, streams, load, random.Random(turn), options, found)
     finally:
         await streams.close()
+    alone, disturbed, prompts = _ms(found.alone_s), _ms(found.disturbed_s), found.prompts
     steps = mesh.total("worker", "kvmesh_sim_late_seconds_count")
     return Disturbance(
         layout=layout,
@@ -155,8 +157,38 @@ async def _disturbed(mesh: LocalMesh, layout: str, turn: int, options: argparse.
         handoffs=mesh.total("gateway", "kvmesh_gateway_handoffs_total", 'outcome="completed"'),
         ttft_p50_s=percentile(sorted(prompts.ttfts_s), 0.5) if prompts.ttfts_s else float("nan"),
         late_ms=1e3 * mesh.total("worker", "kvmesh_sim_late_seconds_sum") / max(1.0, steps),
-        cores={name: round((used - before[name]) / wall_s, 3) for name, used in after.items()},
+        cores={name: round(seconds / found.lasted_s, 3) for name, seconds in found.cpu_s.items()},
     )
+
+
+@dataclass(slots=True)
+class _Found:
+    """Times between events alone and with prompts, what became of these, and what processes used in how long then."""
+
+    alone_s: list[float] = field(default_factory=list)
+    disturbed_s: list[float] = field(default_factory=list)
+    prompts: Prompts = field(default_factory=Prompts)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    lasted_s: float = 0.0
+
+
+async def _take_turns(
+    mesh: LocalMesh, streams: Streams, load: HttpLoad, rng: random.Random, options: argparse.Namespace, found: _Found
+) -> None:
+    """Some seconds without prompts, as many with, and again."""
+    seconds = options.seconds * options.slower / _TURNS
+    every_s = options.every_s * options.slower
+    for _ in range(_TURNS):
+        streams.reset()
+        await asyncio.sleep(seconds)
+        found.alone_s += streams.gaps_s
+        streams.reset()
+        before, began_s = _cpu_s(mesh), time.monotonic()
+        found.prompts.add(await offer(load, rng, num_tokens=options.prompt_tokens, every_s=every_s, seconds=seconds))
+        found.disturbed_s += streams.gaps_s
+        found.lasted_s += time.monotonic() - began_s
+        for name, used_s in _cpu_s(mesh).items():
+            found.cpu_s[name] = found.cpu_s.get(name, 0.0) + used_s - before[name]
 
 
 def _ms(gaps_s: Sequence[float]) -> list[float]:

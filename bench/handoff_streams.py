@@ -28,6 +28,12 @@ class Prompts:
     left_out: int = 0
     failed: int = 0
 
+    def add(self, more: Prompts) -> None:
+        """What became of further ones."""
+        self.ttfts_s += more.ttfts_s
+        self.left_out += more.left_out
+        self.failed += more.failed
+
 
 class Streams:
     """So many answers at once, each followed by another; `gaps_s` are the times between their events since `reset`."""
