@@ -13,6 +13,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from services.gateway.adapters import SEPARATOR
 from services.gateway.planning import ModelView
 from services.gateway.request import GenerationRequest
 
@@ -35,8 +36,18 @@ Views = dict[str, tuple[VersionView, ...]]
 
 
 def resolved(name: str, models: Collection[str], aliases: Mapping[str, str]) -> str:
-    """The model that a name stands for; a model's own name goes before an alias."""
-    return name if name in models else aliases.get(name, name)
+    """The model that a name stands for; a model's own name goes before an alias.
+
+    An alias with an adapter stands for its model with that adapter.
+    """
+    if name in models:
+        return name
+    if name in aliases:
+        return aliases[name]
+    alias, _, adapter = name.rpartition(SEPARATOR)
+    if alias and alias not in models and alias in aliases:
+        return f"{aliases[alias]}{SEPARATOR}{adapter}"
+    return name
 
 
 def choose(versions: Sequence[VersionView], key: bytes) -> ModelView:

@@ -59,6 +59,22 @@ async def test_an_adapter_is_told_to_router_and_worker_and_has_blocks_of_its_own
     assert mesh.router.asks[-1].block_ids != first.block_ids
 
 
+async def test_an_alias_goes_with_the_adapters_of_its_model(mesh: Mesh) -> None:
+    await report(mesh, FIRST)
+    catalog = mesh.gateway.core.catalog
+    mesh.router.set_aliases({"best": BASE, "": BASE})
+    await eventually(lambda: len(catalog.aliases) == 2, timeout_s=20)
+    mesh.router.asks.clear()
+    await complete(mesh, "best:first")
+    (ask,) = mesh.router.asks
+    assert (ask.model, ask.requires.adapter_digest) == (BASE, FIRST.digest)
+    for name in ("best:second", ":first", "best:first:first"):
+        status, error, _ = await mesh.error("Completions", {"model": name, "prompt": "hi"})
+        assert (status.name, error["code"]) == ("NOT_FOUND", "model_not_found"), name
+    mesh.router.set_aliases({})
+    await eventually(lambda: not catalog.aliases, timeout_s=20)
+
+
 async def test_adapters_are_listed_with_their_base_and_unknown_ones_are_not_found(mesh: Mesh) -> None:
     await report(mesh, FIRST, ServedAdapter(name="lost", model="nobody's", digest=b"l" * 16, rank=8, path="/l"))
     base, adapter = json.loads((await mesh.openai.ListModels(Empty())).data)["data"]
