@@ -1,8 +1,8 @@
 """`python -m bench.rank_loss`: how soon a replica is withdrawn when one of its ranks is killed or stopped.
 
-A mesh with one worker of two ranks and a tiny model; its Watch stream is read as a router does. From SIGKILL to rank 1
-until the stream breaks; from SIGSTOP until the last report, to which a router adds the second of silence after which it
-suspects a worker. Between rounds the supervisor starts the worker again.
+A mesh with one worker of two ranks and a tiny model; its Watch stream is read as a router does. From a signal to rank 1
+until a router suspects the worker: when the stream breaks, or a second after the latest word of the quietest process,
+of which the last report told the age. Between rounds the supervisor starts the worker again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bench.local_mesh import LocalMesh, local_mesh
 from bench.tiny_model import write_tiny_model
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
+from services.router.roll_call import SUSPECT_S
 
 _RANK = "worker-0/rank1"
 _READY_TIMEOUT_S, _REPORTS = 300.0, 4
@@ -32,8 +33,8 @@ _READY_TIMEOUT_S, _REPORTS = 300.0, 4
 _SILENCE_S = 3.0
 
 
-async def last_report_s(mesh: LocalMesh, number: signal.Signals) -> float:
-    """Seconds from the signal to the end of the Watch stream, or to the last report before a long silence."""
+async def suspected_s(mesh: LocalMesh, number: signal.Signals) -> float:
+    """Seconds from the signal until the Watch stream breaks, or until the silence is as long as routers bear."""
     entry = next(one for one in mesh.processes if one["kind"] == "worker")
     secret = MeshSecret((mesh.folder / "mesh_secret").read_text().strip())
     async with open_channel(entry["address"]) as channel:
@@ -41,19 +42,19 @@ async def last_report_s(mesh: LocalMesh, number: signal.Signals) -> float:
         for _ in range(_REPORTS):
             await call.read()
         os.kill(mesh.pids()[_RANK], number)
-        began_s = last_s = time.perf_counter()
+        began_s = heard_s = time.perf_counter()
         try:
             while True:
                 async with asyncio.timeout(_SILENCE_S):
                     report = await call.read()
                 if not isinstance(report, worker_pb2.WorkerReport):
                     return time.perf_counter() - began_s
-                last_s = time.perf_counter()
+                heard_s = time.perf_counter() - report.silent_s
         except grpc.aio.AioRpcError:
             return time.perf_counter() - began_s
         except TimeoutError:
             call.cancel()
-            return last_s - began_s
+            return heard_s + SUSPECT_S - began_s
 
 
 def wait_ready(mesh: LocalMesh, before: int) -> None:
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 took = []
                 for _ in range(arguments.rounds):
                     before = mesh.pids()[_RANK]
-                    took.append(asyncio.run(last_report_s(mesh, number)))
+                    took.append(asyncio.run(suspected_s(mesh, number)))
                     wait_ready(mesh, before)
                 print(f"{number.name}: {', '.join(f'{one * 1000:.0f}' for one in sorted(took))} ms", flush=True)
 

@@ -248,7 +248,7 @@ class WorkerLink:
             self._end(AttemptEnded(grpc.StatusCode.INTERNAL, "the stream could not be read"))
 
     def _dispatch(self, batch: ServeBatch) -> None:
-        self._quiet_s = 0.0
+        self._quiet_s = 0.0 if batch.attempts else batch.silent_s
         for part in batch.attempts:
             attempt = self._attempts.get(part.key)
             if attempt is None:

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
+from services.common.own_pauses import TICK_S
 from services.router.catalog import Models, list_models
 from services.router.control.table import ControlTable
-from services.router.own_pauses import TICK_S
 from services.router.workers import WorkerTable
 
 REPEAT_EVERY_S = 5.0

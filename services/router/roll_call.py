@@ -64,15 +64,15 @@ class RollCall:
         """Who is there has changed, or who of them takes requests."""
         self._present = None
 
-    def heard(self, row: int, *, stalls_at_s: float = math.inf) -> None:
-        """A worker gave a life sign, and may count as standing still from a time on."""
+    def heard(self, row: int, *, suspect_at_s: float = math.inf) -> None:
+        """A worker gave a life sign, and will be suspect from a time on unless it gives another."""
         present = self._present
         if present is None:
             return
         if row in present.suspects:
             self._present = None
-        elif stalls_at_s < present.until_s:
-            present.until_s = stalls_at_s
+        elif suspect_at_s < present.until_s:
+            present.until_s = suspect_at_s
 
     def present(self, rows: WorkerRows, heard_s: float) -> Present:
         """heard_s: now, less what life signs may be late by."""

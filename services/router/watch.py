@@ -145,7 +145,8 @@ class WorkerWatcher:
                     self._identify(record, report)
                     identified = True
                 if report.HasField("load"):
-                    self._table.report(WorkerId(record.id), load_of(report.load), time.monotonic())
+                    load, silent_s = load_of(report.load), max(0.0, report.silent_s)
+                    self._table.report(WorkerId(record.id), load, time.monotonic(), silent_s=silent_s)
                     self._mark_tried(WorkerId(record.id))
         except grpc.aio.AioRpcError as error:
             return str(error.code().name)

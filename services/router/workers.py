@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from services.common.fair_queue import NUM_CLASSES, class_index
+from services.common.own_pauses import OwnPauses
 from services.common.registry import LocationRecord
 from services.common.step_costs import assumed_costs
 from services.router.domain import AttemptId, Identity, Load, WorkerId
 from services.router.link_table import LinkTable
-from services.router.own_pauses import OwnPauses
 from services.router.policies.view import AdapterLoads, FloatArray, IntArray, Pressure
 from services.router.recent_work import BUCKET_S, NUM_BUCKETS, RecentWork
 from services.router.roll_call import SUSPECT_S, BoolArray, Present, RollCall, serving, suspect
@@ -143,8 +143,11 @@ class WorkerTable:
         )
         self._roll_call.changed()
 
-    def report(self, worker_id: WorkerId, load: Load, now_s: float) -> None:
-        """A Watch stream has brought a load; the worker must have been identified."""
+    def report(self, worker_id: WorkerId, load: Load, now_s: float, *, silent_s: float = 0.0) -> None:
+        """A Watch stream has brought a load; the worker must have been identified.
+
+        silent_s: for which one of its processes had said nothing, so that the sign of life is as old.
+        """
         worker = self.workers[worker_id]
         rows, row = self._rows, worker.row
         has_work = load.running_requests + load.waiting_requests > 0
@@ -158,7 +161,7 @@ class WorkerTable:
         speed = learned(self._rows, worker, load)
         stall_limit_s = max(SUSPECT_S, _SLOW_STEPS * float(rows["step_token_budget"][row]) / speed[0])
         rows.block("reported_s", "promised_tpot_s")[:, row] = (
-            *(now_s, told_s, moved_s, stall_limit_s),
+            *(now_s - silent_s, told_s, moved_s, stall_limit_s),
             *(load.running_requests, load.waiting_requests, load.queued_prefill_tokens, load.queued_prefill_pairs),
             *(load.waiting_prefill_tokens or _NO_CLASS),
             *(load.decoding_sequences, load.context_tokens, load.free_blocks, load.cached_blocks),
@@ -166,7 +169,8 @@ class WorkerTable:
             worker.promises.tightest_s(),
         )
         self._count_pending(worker, now_s)
-        self._roll_call.heard(row, stalls_at_s=moved_s + stall_limit_s if has_work else math.inf)
+        stalls_at_s = moved_s + stall_limit_s if has_work else math.inf
+        self._roll_call.heard(row, suspect_at_s=min(now_s - silent_s + SUSPECT_S, stalls_at_s))
         self._open(row, ready=load.ready, draining=load.draining)
         self.links.report(row, load.holders)
 

@@ -14,6 +14,7 @@ import structlog
 
 from services.common.announcer import Announcer, Tier
 from services.common.blocks import split_ids
+from services.common.own_pauses import TICK_S
 from services.worker.children import Part, kill
 from services.worker.departures import Departures
 from services.worker.engine_messages import BlockChanges, DrainEngine, EngineFailed, EngineLoad, PushTarget
@@ -41,7 +42,6 @@ from services.worker.observation import WorkerMetrics, record_aborted_spans
 from services.worker.push_target import NO_TARGET
 from services.worker.streams import Event, RequestStream, StreamTable
 
-_CHECK_EVERY_S = 0.5
 _log = structlog.get_logger()
 
 
@@ -242,8 +242,10 @@ class Front:
     async def _check_silence(self) -> None:
         """A child that is stopped keeps its socket open; only its silence shows."""
         while True:
-            await asyncio.sleep(_CHECK_EVERY_S)
-            silences_s = self.board.silences_s(time.monotonic())
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            self.board.tick(now)
+            silences_s = self.board.silences_s(now)
             # The ranks first: while one is stopped in the midst of a step, the engine is silent as well.
             parts = (*self._ranks, self._engine, self._mover)
             for part, silence_s in zip(parts, silences_s, strict=True):

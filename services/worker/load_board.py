@@ -1,8 +1,9 @@
 """The replica's present load, and the watchers who are told of it: every 250 ms, and at once when something changes.
 
 A replica of which a process has fallen silent reports nothing, which is how watchers learn of it. The engine speaks
-every 100 ms, or 200 ms while it has no requests; what the front repeats after its last word only delays the watchers'
-own limit of 1 s, so that is little.
+every 100 ms, or 200 ms while it has no requests, another rank every 100 ms. What the front repeats after the last word
+of one of them says how old that is, so that watchers count their limit of 1 s from there. In a pause of the front
+itself nobody could be heard: it counts as nobody's silence.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 
+from services.common.own_pauses import OwnPauses
 from services.worker.engine_messages import EngineLoad
 
 # Names of attempts kept for a watcher that does not read; a router resynchronises from the counts then.
@@ -54,6 +56,7 @@ class LoadBoard:
         self._mover_heard_s = 0.0
         # Of ranks other than the engine, by role.
         self.ranks_heard_s: dict[str, float] = {}
+        self._pauses = OwnPauses()
         self._watchers: set[Watcher] = set()
 
     def reset(self) -> None:
@@ -61,6 +64,7 @@ class LoadBoard:
         self.load = None
         self.ready = self.draining = False
         self.ranks_heard_s = {}
+        self._pauses = OwnPauses()
         self._watchers.clear()
 
     def publish(self, load: EngineLoad) -> None:
@@ -76,9 +80,19 @@ class LoadBoard:
         """The mover has said something."""
         self._mover_heard_s = now
 
+    def tick(self, now: float) -> None:
+        """Call every `TICK_S` of services/common/own_pauses.py: notice pauses of this process."""
+        self._pauses.tick(now)
+
     def silences_s(self, now: float) -> list[float]:
         """How long the other ranks in their order, the engine and the mover have been silent."""
-        return [now - heard_s for heard_s in (*self.ranks_heard_s.values(), self._engine_heard_s, self._mover_heard_s)]
+        at_s = now - self._pauses.excused_s(now)
+        heard_s = (*self.ranks_heard_s.values(), self._engine_heard_s, self._mover_heard_s)
+        return [max(0.0, at_s - one_s) for one_s in heard_s]
+
+    def computing_silence_s(self, now: float) -> float:
+        """The longest of them but the mover's, which may say nothing for a while."""
+        return max(self.silences_s(now)[:-1])
 
     def is_silent(self, now: float) -> bool:
         """Whether a child has been silent for so long that it may be stopped."""

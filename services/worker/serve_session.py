@@ -108,9 +108,10 @@ class ServeSession:
             batch = self._take()
             if self._speaking:
                 self._wake.set()
-            # Whoever hears nothing takes the engine for stopped, so there must be one that is not.
-            if batch.attempts or not (was_woken or self._front.board.is_silent(time.monotonic())):
+            if batch.attempts:
                 yield batch
+            elif not was_woken and (sign := self._sign_of_life()) is not None:
+                yield sign
             if self.is_unread or (self._is_ending and not self._attempts and not self._refusals):
                 return
 
@@ -119,6 +120,11 @@ class ServeSession:
         for key in list(self._attempts):
             self._leave(key)
         self._refusals.clear()
+
+    def _sign_of_life(self) -> worker_pb2.ServeBatch | None:
+        """Whoever hears nothing takes the engine for stopped, so there must be one that is not."""
+        board, now = self._front.board, time.monotonic()
+        return None if board.is_silent(now) else worker_pb2.ServeBatch(silent_s=board.computing_silence_s(now))
 
     async def _wait(self) -> bool:
         """Until there may be something to tell; False when a sign of life is due instead."""

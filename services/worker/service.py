@@ -123,16 +123,20 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         served = await self._attached(context)
         board = served.front.board
         with board.watch() as watcher:
-            yield worker_pb2.WorkerReport(identity=served.identity, load=load_proto(board))
+            silent_s = board.computing_silence_s(time.monotonic())
+            yield worker_pb2.WorkerReport(identity=served.identity, load=load_proto(board), silent_s=silent_s)
             while not served.closing.is_set():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_EVERY_S):
                         await watcher.wake.wait()
                 watcher.wake.clear()
-                if board.is_silent(time.monotonic()):
+                now = time.monotonic()
+                if board.is_silent(now):
                     continue
                 admitted, ended = watcher.take()
-                yield worker_pb2.WorkerReport(load=load_proto(board, admitted=admitted, ended=ended))
+                yield worker_pb2.WorkerReport(
+                    load=load_proto(board, admitted=admitted, ended=ended), silent_s=board.computing_silence_s(now)
+                )
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: _DrainContext) -> worker_pb2.DrainResponse:
         """Stop admitting."""

@@ -150,13 +150,13 @@ def _prepared(script: Script) -> Prepared:
     return Prepared(takes_more=script.takes_more, draws_beside=script.draws_beside)
 
 
-async def _next_batch(outbox: asyncio.Queue[AttemptEvents]) -> ServeBatch:
+async def _next_batch(outbox: asyncio.Queue[AttemptEvents], silent_s: float) -> ServeBatch:
     """What there is to say, or a sign of life."""
     try:
         async with asyncio.timeout(HEARTBEAT_S):
             return ServeBatch(attempts=[await outbox.get()])
     except TimeoutError:
-        return ServeBatch()
+        return ServeBatch(silent_s=silent_s)
 
 
 @dataclass
@@ -177,6 +177,8 @@ class FakeWorker(WorkerServicer):
     resumes: dict[int, asyncio.Queue[ResumeAttempt]] = field(default_factory=dict)
     # Says nothing any more; heeds no cancels.
     frozen: bool = False
+    # For how long one of its processes is told to have been silent.
+    silent_s: float = 0.0
     deaf: bool = False
     # What who comes back for an answer hears, instead of nothing.
     kept: WorkerGenerateResponse | None = None
@@ -211,7 +213,7 @@ class FakeWorker(WorkerServicer):
         reading = asyncio.create_task(read())
         try:
             while True:
-                batch = await _next_batch(outbox)
+                batch = await _next_batch(outbox, self.silent_s)
                 if self.frozen:
                     await asyncio.Event().wait()
                 yield batch

@@ -180,6 +180,15 @@ async def test_a_worker_that_stops_beating_is_left(workers: list[FakeWorker], ch
     assert (link.is_open, channels.silent_links) == (False, 1)
 
 
+async def test_a_beat_tells_how_long_a_process_of_the_worker_has_been_silent(
+    workers: list[FakeWorker], channels: WorkerChannels
+) -> None:
+    link = channels.acquire(await workers[0].start())
+    workers[0].silent_s = 5.0
+    assert isinstance((await read_all(start(link, "hang")))[1], LinkSilent)
+    assert not link.is_open
+
+
 async def test_a_worker_with_nothing_to_say_beats(workers: list[FakeWorker], channels: WorkerChannels) -> None:
     link = channels.acquire(await workers[0].start())
     hanging = start(link, "hang")

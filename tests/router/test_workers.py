@@ -73,6 +73,19 @@ def test_silence_a_broken_stream_and_standing_steps_make_suspect(scene: Scene) -
     assert not is_suspect(scene, NOW_S + 5)
 
 
+def test_silence_counts_from_the_last_word_of_the_quietest_process(scene: Scene) -> None:
+    scene.table.report(A, IDLE, NOW_S, silent_s=0.3)
+    assert scene.table.present(NOW_S + 0.6).serving[scene.table.workers[A].row]
+    assert not is_suspect(scene, NOW_S + 0.6)
+    assert is_suspect(scene, NOW_S + 0.8)
+    assert not scene.table.present(NOW_S + 0.8).serving[scene.table.workers[A].row]
+    scene.table.report(A, IDLE, NOW_S + 0.9)
+    assert scene.table.present(NOW_S + 1.0).serving[scene.table.workers[A].row]
+    # What was kept of who is there must not outlive an older word.
+    scene.table.report(A, IDLE, NOW_S + 1.1, silent_s=0.6)
+    assert not scene.table.present(NOW_S + 1.7).serving[scene.table.workers[A].row]
+
+
 def test_an_idle_worker_whose_steps_stand_still_is_well(scene: Scene) -> None:
     for tenth in range(30):
         scene.table.report(A, IDLE, NOW_S + tenth / 10)

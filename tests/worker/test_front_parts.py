@@ -90,6 +90,25 @@ def test_silence_of_either_child_shows() -> None:
     board.engine_heard(13.05)
     assert board.is_silent(13.1)
     assert board.silences_s(14.0) == [pytest.approx(0.95), pytest.approx(4.0)]
+    assert board.computing_silence_s(14.0) == pytest.approx(0.95)
+
+
+def test_a_pause_of_the_front_is_nobodys_silence() -> None:
+    board = LoadBoard(engine_silence_s=1.0, mover_silence_s=3.0)
+    for tick_s in (9.75, 10.0):
+        board.tick(tick_s)
+        board.engine_heard(tick_s)
+        board.mover_heard(tick_s)
+        board.ranks_heard_s["rank1"] = tick_s
+    assert max(board.silences_s(18.0)) == pytest.approx(0.25), "what has come since then is not read yet"
+    board.tick(18.0)
+    assert not board.is_silent(18.4)
+    board.engine_heard(18.4)
+    board.mover_heard(18.4)
+    for tick_s in (18.25, 18.5, 18.75, 19.0):
+        board.tick(tick_s)
+    assert board.is_silent(19.0), "the rank has had its time to be heard"
+    assert board.computing_silence_s(19.0) == pytest.approx(9.0)
 
 
 def test_spans_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

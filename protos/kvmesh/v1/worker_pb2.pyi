@@ -713,16 +713,20 @@ class ServeBatch(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    silent_s: _builtins.float
+    """Of a batch without attempts: as in WorkerReport."""
     @_builtins.property
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttemptEvents]: ...
     def __init__(
         self,
         *,
         attempts: _abc.Iterable[Global___AttemptEvents] | None = ...,
+        silent_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "silent_s", b"silent_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -803,6 +807,9 @@ class WorkerReport(_message.Message):
 
     IDENTITY_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    silent_s: _builtins.float
+    """For how long one of the processes that compute has said nothing when this is sent: its silence counts from then."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """In the first message of a stream."""
@@ -814,10 +821,11 @@ class WorkerReport(_message.Message):
         *,
         identity: Global___WorkerIdentity | None = ...,
         load: Global___WorkerLoad | None = ...,
+        silent_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load", "silent_s", b"silent_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -851,6 +859,7 @@ class WorkerIdentity(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     model: _builtins.str
@@ -883,6 +892,10 @@ class WorkerIdentity(_message.Message):
     adapter_slots: _builtins.int
     """Adapters that can be resident at once, and their highest rank; 0: it serves none."""
     max_adapter_rank: _builtins.int
+    pooling: _builtins.str
+    """What makes a prompt's hidden states its embedding: "mean", "last", or "none", which serves no embeddings; empty: not
+    told, by a worker of an earlier release.
+    """
     def __init__(
         self,
         *,
@@ -910,10 +923,11 @@ class WorkerIdentity(_message.Message):
         protocol: _builtins.int = ...,
         adapter_slots: _builtins.int = ...,
         max_adapter_rank: _builtins.int = ...,
+        pooling: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "context_length", b"context_length", "decode_step_s", b"decode_step_s", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "max_adapter_rank", b"max_adapter_rank", "max_running_requests", b"max_running_requests", "model", b"model", "model_digest", b"model_digest", "prefill_tokens_per_s", b"prefill_tokens_per_s", "protocol", b"protocol", "pull_address", b"pull_address", "role", b"role", "step_token_budget", b"step_token_budget", "tokenizer_digest", b"tokenizer_digest", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "context_length", b"context_length", "decode_step_s", b"decode_step_s", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "max_adapter_rank", b"max_adapter_rank", "max_running_requests", b"max_running_requests", "model", b"model", "model_digest", b"model_digest", "pooling", b"pooling", "prefill_tokens_per_s", b"prefill_tokens_per_s", "protocol", b"protocol", "pull_address", b"pull_address", "role", b"role", "step_token_budget", b"step_token_budget", "tokenizer_digest", b"tokenizer_digest", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,12 +15,12 @@ import numpy as np
 from services.common.announcements import Header, Kind, Tier
 from services.common.blocks import BlockId
 from services.common.keys import location_key
+from services.common.own_pauses import TICK_S
 from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
 from services.router.decisions import Decisions, OpenAttempts
 from services.router.domain import Ask, AttemptId, Load, Placement, Refused, WorkerId
 from services.router.metrics import RouterMetrics
-from services.router.own_pauses import TICK_S
 from services.router.placement import PlacementConfig
 from services.router.policies import POLICIES, Policy
 from services.router.simulator.introductions import identity_of, idle_load, links_of, record_of, step_costs_of
