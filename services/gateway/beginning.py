@@ -269,6 +269,7 @@ class Beginner:
             adapter=plan.adapter,
             keeper=session.keyed.keeper(index) if session.keyed is not None else None,
             embeds=plan.embeds,
+            pooling=plan.pooling,
         )
 
 

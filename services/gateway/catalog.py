@@ -229,6 +229,7 @@ def _view(model: ServedModel) -> ModelView:
         block_tokens=model.block_tokens,
         layout_version=model.layout_version,
         vocab_size=model.vocab_size,
+        pooling=model.pooling,
     )
 
 

@@ -68,6 +68,7 @@ class PlacementJob:
     keeper: Keeper | None = None
     accelerator_s: float = 0.0
     embeds: bool = False
+    pooling: str = ""
 
     def wanted(self, *, is_accepted: bool) -> Wanted:
         """What the fair line has to know. is_accepted: a worker had taken it, so no objective ends its wait."""
@@ -101,7 +102,7 @@ class PlacementJob:
         """What the worker must have beyond the model; None: nothing."""
         if not self.protocol:
             return None
-        requires = Requirements(protocol=self.protocol)
+        requires = Requirements(protocol=self.protocol, pooling=self.pooling)
         if self.adapter is not None:
             requires.adapter_digest, requires.adapter_rank = self.adapter.digest, self.adapter.rank
         return requires

@@ -28,7 +28,10 @@ _MUCH_LONGER = 4
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a served model enters a plan. limited_by: whose the context length is, for messages."""
+    """What of a served model enters a plan.
+
+    limited_by: whose the context length is, for messages. pooling: of the workers that make its embeddings.
+    """
 
     name: str
     digest: bytes
@@ -38,6 +41,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     layout_version: int
     vocab_size: int
     limited_by: str = "model"
+    pooling: str = ""
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -109,6 +113,7 @@ def make_plan(
         name=request.model,
         adapter=adapter,
         embeds=request.embeds,
+        pooling=view.pooling if request.embeds else "",
     )
 
 

@@ -105,7 +105,8 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request. stop_token_ids holds the end-of-sequence tokens unless they are to be ignored.
 
-    form: its grammar is still to be compiled, for a model of vocab_size tokens.
+    form: its grammar is still to be compiled, for a model of vocab_size tokens. pooling: all embeddings are made by it;
+    empty: by whatever a worker has.
     """
 
     model: str
@@ -126,6 +127,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     adapter: AdapterView | None = None
     embeds: bool = False
+    pooling: str = ""
 
     @property
     def made_with(self) -> bytes:

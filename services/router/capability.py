@@ -66,4 +66,5 @@ def _meets(identity: Identity | None, requires: Requirements) -> bool:
             not requires.adapter or (identity.adapter_slots > 0 and requires.adapter_rank <= identity.max_adapter_rank)
         )
         and requires.protocol <= identity.protocol
+        and requires.pooling in ("", identity.pooling)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,14 +13,21 @@ from services.router.control.entries import AdapterEntry, ModelEntry
 from services.router.domain import Identity
 from services.router.workers import WorkerTable
 
+_NO_EMBEDDINGS = frozenset(("none", ""))
+
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A model, told by one of its workers, and how many replicas would take a request now."""
+    """A model, told by one of its workers, and how many replicas would take a request now.
+
+    pooling: what makes its embeddings. Vectors of two kinds cannot be compared, so where workers differ all come from
+    one kind: that of most ready replicas, then of most, then the first by name; "none" or "" where nobody makes any.
+    """
 
     identity: Identity
     ready_replicas: int
     created_s: int
+    pooling: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +42,34 @@ class Models:
 
 def list_models(table: WorkerTable, serving: npt.NDArray[np.bool_]) -> tuple[CatalogEntry, ...]:
     """Every model of a known worker, by name and digest; those without a ready worker too."""
-    found: dict[tuple[str, bytes], CatalogEntry] = {}
+    replicas: dict[tuple[str, bytes], list[_Replica]] = defaultdict(list)
     for worker in table.workers.values():
-        identity = worker.identity
-        if identity is None:
-            continue
-        key = (identity.model, identity.model_digest)
-        before = found.get(key)
-        started_s = worker.record.started_s or worker.record.epoch // 1_000_000
-        found[key] = CatalogEntry(
-            identity=before.identity if before else identity,
-            ready_replicas=(before.ready_replicas if before else 0) + int(serving[worker.row]),
-            created_s=min(before.created_s, started_s) if before else started_s,
-        )
-    return tuple(found[key] for key in sorted(found))
+        if (identity := worker.identity) is not None:
+            started_s = worker.record.started_s or worker.record.epoch // 1_000_000
+            one = _Replica(identity, is_ready=bool(serving[worker.row]), started_s=started_s)
+            replicas[identity.model, identity.model_digest].append(one)
+    return tuple(_entry(replicas[key]) for key in sorted(replicas))
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    identity: Identity
+    is_ready: bool
+    started_s: int
+
+
+def _entry(replicas: Sequence[_Replica]) -> CatalogEntry:
+    return CatalogEntry(
+        identity=replicas[0].identity,
+        ready_replicas=sum(one.is_ready for one in replicas),
+        created_s=min(one.started_s for one in replicas),
+        pooling=_pooling(replicas),
+    )
+
+
+def _pooling(replicas: Sequence[_Replica]) -> str:
+    ready, known = Counter[str](), Counter[str]()
+    for one in replicas:
+        known[one.identity.pooling] += 1
+        ready[one.identity.pooling] += one.is_ready
+    return min(known, key=lambda kind: (kind in _NO_EMBEDDINGS, -ready[kind], -known[kind], kind))

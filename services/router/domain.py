@@ -46,6 +46,7 @@ class Requirements:
     adapter: bytes = b""
     adapter_rank: int = 0
     protocol: int = 0
+    pooling: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,8 @@ class Identity:
     # Adapters that can be resident at once, and their highest rank.
     adapter_slots: int = 0
     max_adapter_rank: int = 0
+    # "none", "mean" or "last"; empty: not told.
+    pooling: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ def _served_model(entry: CatalogEntry) -> router_pb2.ServedModel:
         created_s=entry.created_s,
         vocab_size=identity.vocab_size,
         tokenizer_digest=identity.tokenizer_digest,
+        pooling=entry.pooling,
     )
 
 

@@ -165,7 +165,14 @@ def ask_of(message: router_pb2.Ask) -> Ask:
 
 
 def _requirements(message: router_pb2.Requirements) -> Requirements:
-    return Requirements(message.dtype, message.device, message.adapter_digest, message.adapter_rank, message.protocol)
+    return Requirements(
+        dtype=message.dtype,
+        device=message.device,
+        adapter=message.adapter_digest,
+        adapter_rank=message.adapter_rank,
+        protocol=message.protocol,
+        pooling=message.pooling,
+    )
 
 
 def _model_queues(message: router_pb2.QueueReport) -> tuple[ModelQueue, ...]:

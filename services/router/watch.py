@@ -204,6 +204,7 @@ def identity_of(message: worker_pb2.WorkerIdentity) -> Identity:
         protocol=message.protocol or FIRST_PROTOCOL,
         adapter_slots=message.adapter_slots,
         max_adapter_rank=message.max_adapter_rank,
+        pooling=message.pooling,
     )
 
 

@@ -149,6 +149,7 @@ def identity_proto(replica: Replica, settings: WorkerSettings) -> worker_pb2.Wor
         protocol=PROTOCOL,
         adapter_slots=ready.adapter_slots,
         max_adapter_rank=ready.max_adapter_rank,
+        pooling=settings.pooling,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from services.common.release import SCORE_PROTOCOL
 from services.common.rpc import MAX_MESSAGE_BYTES
 from tests.gateway.conftest import Mesh
-from tests.gateway.fakes import Script, embedding_of
+from tests.gateway.fakes import Script, embedding_of, served_model
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -39,6 +39,20 @@ async def test_of_one_text(mesh: Mesh) -> None:
     assert request.max_tokens == 1
     (ask,) = mesh.router.asks
     assert (ask.can_hand_off, ask.block_ids, ask.requires.protocol) == (False, b"", SCORE_PROTOCOL)
+
+
+async def test_all_of_a_request_come_from_workers_of_one_pooling(mesh: Mesh) -> None:
+    def pooling() -> str:
+        return mesh.gateway.core.catalog.views["smollm2-135m"][0].view.pooling
+
+    mesh.router.set_models(served_model(pooling="mean"))
+    await eventually(lambda: pooling() == "mean", timeout_s=20)
+    await embed(mesh, ["one", "two", "three"])
+    assert [ask.requires.pooling for ask in mesh.router.asks] == ["mean"] * 3
+    await mesh.complete("one")
+    assert mesh.router.asks[-1].requires.pooling == "", "who answers needs no embeddings"
+    mesh.router.set_models(served_model())
+    await eventually(lambda: pooling() == "", timeout_s=20)
 
 
 async def test_of_many_in_their_order(mesh: Mesh) -> None:

@@ -11,7 +11,7 @@ from services.router.domain import Identity, Load, Placement, RefusalReason, Req
 from tests.router.scenes import IDENTITY, IDLE, Scene
 
 IDENTITIES = st.builds(
-    lambda context, blocks, dtype, role, device, slots, rank, protocol: replace(
+    lambda context, blocks, dtype, role, device, slots, rank, protocol, pooling: replace(
         IDENTITY,
         context_length=context,
         total_blocks=blocks,
@@ -21,6 +21,7 @@ IDENTITIES = st.builds(
         adapter_slots=slots,
         max_adapter_rank=rank,
         protocol=protocol,
+        pooling=pooling,
     ),
     st.integers(1, 4000),
     st.integers(1, 250),
@@ -30,6 +31,7 @@ IDENTITIES = st.builds(
     st.integers(0, 1),
     st.sampled_from([8, 64]),
     st.integers(1, 3),
+    st.sampled_from(["", "none", "mean", "last"]),
 )
 REQUIREMENTS = st.builds(
     Requirements,
@@ -38,6 +40,7 @@ REQUIREMENTS = st.builds(
     st.sampled_from([b"", b"a" * 16]),
     st.sampled_from([4, 16]),
     st.integers(0, 3),
+    st.sampled_from(["", "", "mean", "last"]),
 )
 
 
@@ -52,6 +55,7 @@ def can_finish(identity: Identity, prompt: int, output: int, requires: Requireme
             not requires.adapter or (identity.adapter_slots > 0 and requires.adapter_rank <= identity.max_adapter_rank)
         )
         and requires.protocol <= identity.protocol
+        and requires.pooling in ("", identity.pooling)
     )
 
 

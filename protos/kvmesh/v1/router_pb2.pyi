@@ -208,6 +208,7 @@ class Requirements(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     ADAPTER_RANK_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Compute dtype: "bfloat16" or "float32"."""
     device: _builtins.str
@@ -217,6 +218,8 @@ class Requirements(_message.Message):
     adapter_digest: _builtins.bytes
     """Digest and rank of an adapter that it must be able to load, and had better have loaded."""
     adapter_rank: _builtins.int
+    pooling: _builtins.str
+    """WorkerIdentity.pooling, of requests for embeddings."""
     def __init__(
         self,
         *,
@@ -225,10 +228,11 @@ class Requirements(_message.Message):
         protocol: _builtins.int = ...,
         adapter_digest: _builtins.bytes = ...,
         adapter_rank: _builtins.int = ...,
+        pooling: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "adapter_rank", b"adapter_rank", "device", b"device", "dtype", b"dtype", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "adapter_rank", b"adapter_rank", "device", b"device", "dtype", b"dtype", "pooling", b"pooling", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -681,6 +685,7 @@ class ServedModel(_message.Message):
     CREATED_S_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Public name."""
     digest: _builtins.bytes
@@ -696,6 +701,8 @@ class ServedModel(_message.Message):
     vocab_size: _builtins.int
     tokenizer_digest: _builtins.bytes
     """Digest of the tokenizer that the worker's artifact carries; a gateway with another one refuses the model."""
+    pooling: _builtins.str
+    """WorkerIdentity.pooling of most of its ready replicas that serve embeddings: all embeddings come from those."""
     def __init__(
         self,
         *,
@@ -711,10 +718,11 @@ class ServedModel(_message.Message):
         created_s: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         tokenizer_digest: _builtins.bytes = ...,
+        pooling: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "context_length", b"context_length", "created_s", b"created_s", "digest", b"digest", "dtype", b"dtype", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "name", b"name", "ready_replicas", b"ready_replicas", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "weight_format", b"weight_format"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "context_length", b"context_length", "created_s", b"created_s", "digest", b"digest", "dtype", b"dtype", "kv_dtype", b"kv_dtype", "layout_version", b"layout_version", "name", b"name", "pooling", b"pooling", "ready_replicas", b"ready_replicas", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "weight_format", b"weight_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
