@@ -74,7 +74,8 @@ def rank_place(parallelism: Parallelism, rank: int, links: tuple[int, ...], stor
         rank=rank,
         link_fds=links,
         store_fd=store,
-        timeout_s=TIMEOUT_S,
+        load_timeout_s=TIMEOUT_S,
+        step_timeout_s=TIMEOUT_S,
     )
 
 

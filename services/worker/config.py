@@ -23,7 +23,7 @@ _NOT_SIMULATED = frozenset(
     {
         *("device", "weight_dtype", "threads", "exact", "kv_dtype", "kv_cache_fraction", "staging_bytes"),
         *("max_adapters", "max_adapter_rank", "max_adapter_bytes", "max_adapter_waiting", "adapter_wait_s", "pooling"),
-        *("tensor_parallel", "pipeline_parallel", "expert_parallel"),
+        *("tensor_parallel", "pipeline_parallel", "expert_parallel", "rank_timeout_s"),
         *("push", "max_push_blocks", "repush_bytes_per_s", "node_ramp_s", "max_served_blocks"),
     }
 )
@@ -167,6 +167,9 @@ class WorkerSettings(ServiceSettings):
     default_deadline_s: float = Field(600.0, gt=0, description="Deadline of calls that bring none.")
     stream_queue: int = Field(1024, ge=1, description="Most outputs a slow reader of a stream may leave unread.")
     start_timeout_s: float = Field(300.0, gt=0, description="Longest time until the model has produced a token.")
+    rank_timeout_s: float = Field(
+        60.0, gt=0, description="Longest wait of a rank for another one in a step, before the replica ends."
+    )
     child_silence_s: float = Field(5.0, gt=1, description="Silence of a child process that ends the worker.")
 
     @property

@@ -104,7 +104,8 @@ def _place(settings: WorkerSettings, rank: int, link_fds: tuple[int, ...], links
         rank=rank,
         link_fds=link_fds,
         store_fd=links.store_fd,
-        timeout_s=settings.start_timeout_s,
+        load_timeout_s=settings.start_timeout_s,
+        step_timeout_s=settings.rank_timeout_s,
     )
 
 

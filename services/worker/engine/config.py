@@ -14,7 +14,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The place of an engine in a group. Ranks by kind of parallelism; its own number.
 
     link_fds: on rank 0 the links to the others in their order, on these the one to rank 0. store_fd: an empty file in
-    which the ranks find each other. timeout_s: of whatever one waits for from another.
+    which the ranks find each other. load_timeout_s, step_timeout_s: of whatever one waits for from another while they
+    load, and in a step.
     """
 
     tensor: int
@@ -23,7 +24,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rank: int
     link_fds: tuple[int, ...]
     store_fd: int
-    timeout_s: float
+    load_timeout_s: float
+    step_timeout_s: float
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,7 +6,6 @@ and a row's do not depend on what stands beside it; gloo's own sum adds in an or
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from services.worker.errors import RankLost
 from services.worker.model.shard import Shard
 
-# Whatever this process was started with: others can reach the interface of the host's name, or one that is named.
-_INTERFACE = {"GLOO_SOCKET_IFNAME": "lo"}
+# Others can reach that of the host's name, or one that the environment names, which gloo would take.
+_INTERFACE = "lo"
 _TAG = 0
 # Its stubs lack most of what it has.
 _distributed: Any = dist
@@ -28,14 +27,18 @@ _distributed: Any = dist
 class Group:
     """Ranks (model/rank_loading.py): what one rank has of the group."""
 
-    def __init__(self, shard: Shard, store_fd: int, timeout_s: float) -> None:
+    def __init__(self, shard: Shard, store_fd: int, *, load_timeout_s: float, step_timeout_s: float) -> None:
         """Wait for all ranks. store_fd: an empty file that all of them have, open until `close` or the process's end.
-        timeout_s: of every operation, this one too. Raises RankLost.
+        load_timeout_s: of this, and of what is gathered from all. step_timeout_s: of every wait for another rank in the
+        midst of a step. Raises RankLost.
         """
-        os.environ.update(_INTERFACE)
         self.shard = shard
         self._gathered = torch.empty(0)
-        size, timeout = shard.parallelism.stage_size, timedelta(seconds=timeout_s)
+        self._step_timeout = timedelta(seconds=step_timeout_s)
+        # The wait's own limit would leave gloo at it, and `close` waiting for that.
+        self._in_step = _distributed.distributed_c10d.AllgatherOptions()
+        self._in_step.timeout = self._step_timeout
+        size, timeout = shard.parallelism.stage_size, timedelta(seconds=load_timeout_s)
         with _peers_answer():
             # Opened anew by every rank: locks on a descriptor that was inherited would be everybody's.
             store = _distributed.FileStore(f"/proc/self/fd/{store_fd}", shard.parallelism.num_ranks)
@@ -69,7 +72,7 @@ class Group:
             self._gathered = torch.empty(size * len(flat))
         parts = self._gathered[: size * len(flat)].view(size, -1)
         with _peers_answer():
-            self._stage.allgather([list(parts)], [flat]).wait()
+            self._stage.allgather([list(parts)], [flat], self._in_step).wait()
         torch.add(parts[0], parts[1], out=flat)
         for part in parts[2:]:
             flat += part
@@ -88,6 +91,10 @@ class Group:
         with _peers_answer():
             self._all.allgather([parts], [values]).wait()
         return parts
+
+    def meet(self) -> None:
+        """Wait until all ranks have come so far: whoever waits for a step of theirs does not wait for a load."""
+        self.gather(torch.zeros(1))
 
     def send_logits(self, logits: torch.Tensor) -> None:
         """Of a rank of the last stage: float32 [L, its part of the vocabulary], L above 0, to rank 0."""
@@ -115,16 +122,19 @@ class Group:
 
     def _send(self, values: torch.Tensor, rank: int) -> None:
         with _peers_answer():
-            self._all.send([values], rank, _TAG).wait()
+            self._all.send([values], rank, _TAG).wait(self._step_timeout)
 
     def _receive(self, values: torch.Tensor, rank: int) -> None:
         with _peers_answer():
-            self._all.recv([values], rank, _TAG).wait()
+            self._all.recv([values], rank, _TAG).wait(self._step_timeout)
 
 
 def _gloo(name: str, store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:
     # Not init_process_group, whose groups are the process's: what is made here ends with its owner.
-    return _distributed.ProcessGroupGloo(_distributed.PrefixStore(name, store), rank, num_ranks, timeout)
+    gloo = _distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(interface=_INTERFACE)], timeout
+    return gloo(_distributed.PrefixStore(name, store), rank, num_ranks, options)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def join_ranks(config: EngineConfig, place: RankConfig, threads: int, tell: Call
     files = open_model(path)
     shard = Shard(files.config, Parallelism(place.tensor, place.pipeline, place.expert), place.rank)
     layout, num_blocks = cpu_pool(config, files.config)
-    group = Group(shard, place.store_fd, place.timeout_s)
+    group = Group(shard, place.store_fd, load_timeout_s=place.load_timeout_s, step_timeout_s=place.step_timeout_s)
     runner = load_runner(
         path,
         dtype=config.dtype,
@@ -51,5 +51,6 @@ def join_ranks(config: EngineConfig, place: RankConfig, threads: int, tell: Call
         progress=ProgressTeller(bytes_to_read(files, shard), tell).add,
         ranks=group,
     )
-    links = tuple(StepLink(socket.socket(fileno=descriptor), place.timeout_s) for descriptor in place.link_fds)
+    links = tuple(StepLink(socket.socket(fileno=descriptor), place.step_timeout_s) for descriptor in place.link_fds)
+    group.meet()
     return Joined(runner, group, links)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import torch
 
 from bench.family_gguf import write_gguf
 from bench.family_models import VOCAB_SIZE, make_model, save_model
+from services.worker.errors import RankLost
 from services.worker.model.layout import ComputeDtype
-from services.worker.model.shard import Parallelism
+from services.worker.model.model_files import open_model
+from services.worker.model.shard import Parallelism, Shard
+from services.worker.parallel.group import Group
 from tests.worker.model.conftest import loaded
 from tests.worker.model.steps import Chunk, make_step, run
 from tests.worker.parallel.thread_group import CONTEXT, NUM_BLOCKS, thread_group
@@ -102,4 +106,20 @@ def test_ranks_meet_on_the_loopback_interface_alone(tmp_path: Path, monkeypatch:
     with thread_group(save_model(make_model("llama3"), tmp_path), Parallelism(2)) as group:
         group.runner.submit(make_step([Chunk(TOKENS, 0, TABLE)], last_only=True))
         assert group.runner.collect().isfinite().all()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "nowhere0", "what this process starts is none of the group's business"
+
+
+def test_a_rank_that_takes_no_part_in_a_step_is_lost_long_before_a_load_would_be(tmp_path: Path) -> None:
+    config = open_model(save_model(make_model("llama3"), tmp_path)).config
+    shards = [Shard(config, Parallelism(2), rank) for rank in range(2)]
+    store = os.memfd_create("store")
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(lambda shard: Group(shard, store, load_timeout_s=120.0, step_timeout_s=0.2), shards))
+        met = [threads.submit(group.meet) for group in groups]
+        for one in met:
+            one.result(60)
+        with pytest.raises(RankLost):
+            groups[0].sum(torch.ones(4))
+        for group in groups:
+            group.close()
+    os.close(store)
