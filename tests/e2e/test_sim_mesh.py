@@ -11,6 +11,8 @@ from tests.support.mesh import MODEL, Mesh, total, wait_for
 from tests.support.waiting import eventually
 
 REQUESTS = 24
+# Where requests go is the router's affair: of so many rounds every worker has got some.
+ROUNDS = 5
 
 
 async def ask(client: openai.AsyncOpenAI, number: int, max_tokens: int, started: set[int]) -> int:
@@ -33,10 +35,14 @@ async def ask_all(mesh: Mesh, max_tokens: int, started: set[int]) -> list[int]:
 
 
 async def test_every_worker_answers_and_the_loss_of_one_loses_no_answer(sim_mesh: Mesh) -> None:
-    assert await ask_all(sim_mesh, 10, set()) == [10] * REQUESTS
-    served = [total(sim_mesh.metrics(w["name"]), "kvmesh_prompt_tokens_total") for w in sim_mesh.of_kind("worker")]
+    served = [0.0]
+    for _ in range(ROUNDS):
+        assert await ask_all(sim_mesh, 10, set()) == [10] * REQUESTS
+        served = [total(sim_mesh.metrics(w["name"]), "kvmesh_prompt_tokens_total") for w in sim_mesh.of_kind("worker")]
+        if all(served):
+            break
     assert len(served) == 3
-    assert all(tokens > 0 for tokens in served)
+    assert all(served), served
     before, started = sim_mesh.process("worker-1")["pid"], set[int]()
     answers = asyncio.create_task(ask_all(sim_mesh, 100, started))
     # An answer takes a second and more from its first token on.
