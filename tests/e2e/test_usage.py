@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import openai
 
+from services.cli.errors import CliError
 from services.common.bearer_keys import hash_key
+from tests.faults.test_rollout import ctl
 from tests.support.mesh import MODEL, Mesh, total
 from tests.support.sim_mesh import running_sim_mesh
 from tests.support.waiting import eventually, eventually_async
@@ -51,8 +51,7 @@ async def ask(
 
 
 async def counted(mesh: Mesh) -> Counter[tuple[str, str]]:
-    output = await asyncio.to_thread(mesh.kvmesh, "ctl", "usage", "--json")
-    rows = json.loads(output.stdout)
+    rows = await ctl(mesh, "usage")
     sums: Counter[tuple[str, str]] = Counter()
     for row in rows:
         assert row["model"] == MODEL
@@ -71,7 +70,7 @@ async def counted(mesh: Mesh) -> Counter[tuple[str, str]]:
 async def is_counted(mesh: Mesh, told: Counter[tuple[str, str]]) -> bool:
     try:
         return await counted(mesh) == told
-    except subprocess.CalledProcessError:
+    except CliError:
         # Redis may be slow, or only just back.
         return False
 
@@ -100,7 +99,7 @@ async def test_usage_adds_up_to_what_clients_were_told_over_a_kill_and_restarts(
         await ask(clients["acme"], "acme", 99, told, **key)
         assert told["acme", "output_tokens"] > before["acme", "output_tokens"]
         told = before
-        await eventually_async(lambda: is_counted(mesh, told), timeout_s=PATIENCE_S)
+        await eventually_async(lambda: is_counted(mesh, told), PATIENCE_S, 0.2)
         # The gateway has told Redis of all that has ended: its death loses none of it.
         await eventually_async(lambda: _has_told(mesh))
         assert (
@@ -110,11 +109,11 @@ async def test_usage_adds_up_to_what_clients_were_told_over_a_kill_and_restarts(
         mesh.replace("gateway-0")
         await eventually_async(lambda: _is_ready(clients["acme"]))
         await ask(clients["globex"], "globex", 7, told)
-        await eventually_async(lambda: is_counted(mesh, told), timeout_s=PATIENCE_S)
+        await eventually_async(lambda: is_counted(mesh, told), PATIENCE_S, 0.2)
         # A Valkey that comes back empty is told again by the gateway's own file.
         mesh.replace("valkey")
         await ask(clients["acme"], "acme", 8, told)
-        await eventually_async(lambda: is_counted(mesh, told), timeout_s=PATIENCE_S)
+        await eventually_async(lambda: is_counted(mesh, told), PATIENCE_S, 0.2)
         for client in clients.values():
             await client.close()
 

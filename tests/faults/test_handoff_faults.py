@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.processes import clean_environment
 
-FAULTS = 10
+FAULTS = 6
 
 
 def test_random_faults_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def tokens(answers: list[Answer]) -> list[dict[int, list[int]]]:
 async def test_nothing_changes_the_tokens(tmp_path: Path, valkey: Valkey) -> None:
     async with running_worker(tmp_path / "plain", valkey.url) as worker:
         alone = tokens([await generate(worker, number, **UNCACHED) for number in range(16)])
-        for size in (2, 3, 5, 8, 16):
+        for size in (2, 5, 16):
             assert tokens(await together(worker, size, **UNCACHED)) == alone[:size], f"{size} at once"
         assert tokens(await together(worker, 16)) == alone, "while their blocks are made reusable"
         warm = await together(worker, 16)
