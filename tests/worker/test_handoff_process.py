@@ -49,7 +49,7 @@ async def test_a_prompt_is_pulled_while_it_is_computed(tmp_path: Path, valkey: V
         await _second_is_cancelled(p, d, record)
         await first.wait_idle()
         await second.wait_idle()
-        assert total(first.metrics(), "kvmesh_mover_open_leases") == 0
+        await eventually(lambda: total(first.metrics(), "kvmesh_mover_open_leases") == 0)
         await _first_dies(first, p, d, record)
         await second.wait_idle()
 
