@@ -2,8 +2,9 @@
 
 First the throughput of concurrent streams with a schema and without, the same number of tokens each: the schema is of
 a list that is longer than any answer. Then the time between two messages of as many plain streams, while nobody else is
-there and while a client asks again and again for forms that cannot be compiled within the limits. Rounds alternate, so
-that whatever else the machine does meets both alike.
+there and while a client asks again and again for forms that cannot be compiled within the limits. Rounds come in pairs,
+the first of a pair taking turns, so that whatever else the machine does meets both alike; of the pairs' ratios the
+median counts.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _CHOICES: dict[str, Mapping[str, Any]] = {"free": _FREE, "schema": _HELD}
 
 
 async def throughput(arguments: argparse.Namespace) -> None:
-    """Medians of the rounds, free and held."""
+    """Medians of the rounds, free and held, and of the ratio of two."""
     workload = Workload("structured", 0, 32, arguments.tokens)
     source = prompts(workload, random.Random(arguments.seed))
     rounds: dict[str, list[Figures]] = {name: [] for name in _CHOICES}
     figures = {}
-    for _ in range(arguments.rounds):
-        for name, extra in _CHOICES.items():
+    for number in range(arguments.rounds):
+        for name, extra in sorted(_CHOICES.items(), reverse=number % 2 == 1):
             async with http_load(arguments.url, arguments.model, extra=extra) as load:
                 rounds[name].append(
                     await run_round(
@@ -68,8 +69,9 @@ async def throughput(arguments: argparse.Namespace) -> None:
             f"{name:>7}: {one.output_tokens_per_s:.1f} tokens/s, "
             f"TPOT p50 {one.tpot_p50_ms:.2f} ms, TTFT p50 {one.ttft_p50_ms:.1f} ms"
         )
-    share = figures["schema"].output_tokens_per_s / figures["free"].output_tokens_per_s
-    print(f"with the schema {share:.3f} of the throughput without")
+    pairs = zip(rounds["schema"], rounds["free"], strict=True)
+    shares = sorted(held.output_tokens_per_s / free.output_tokens_per_s for held, free in pairs)
+    print(f"with the schema {_spread(shares)} of the throughput without")
 
 
 async def gaps(stub: inference_pb2_grpc.InferenceAsyncStub, arguments: argparse.Namespace) -> list[float]:
@@ -105,28 +107,35 @@ async def disturb(
 
 async def disturbance(arguments: argparse.Namespace) -> None:
     """Percentiles of the gaps, calm and disturbed."""
-    calm: list[float] = []
-    disturbed: list[float] = []
+    found: dict[str, list[list[float]]] = {"calm": [], "beside exploding forms": []}
     refused: list[float] = []
     async with grpc.aio.insecure_channel(urlsplit(arguments.url).netloc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        for _ in range(arguments.rounds):
-            calm += await gaps(stub, arguments)
-            hostile = asyncio.create_task(disturb(stub, arguments, refused))
-            disturbed += await gaps(stub, arguments)
-            hostile.cancel()
-            await asyncio.gather(hostile, return_exceptions=True)
-    p99 = {}
-    for name, found in (("calm", calm), ("beside exploding forms", disturbed)):
-        p99[name] = percentile(sorted(found), 0.99) * 1e3
-        print(f"{name:>22}: gap p50 {statistics.median(found) * 1e3:.2f} ms, p99 {p99[name]:.2f} ms")
-    print(f"p99 {p99['beside exploding forms'] / p99['calm']:.2f} times the calm one; {len(refused)} refused")
+        for number in range(arguments.pairs):
+            for name in sorted(found, reverse=number % 2 == 1):
+                hostile = [] if name == "calm" else [asyncio.create_task(disturb(stub, arguments, refused))]
+                found[name].append(sorted(await gaps(stub, arguments)))
+                for task in hostile:
+                    task.cancel()
+                await asyncio.gather(*hostile, return_exceptions=True)
+    for name, rounds in found.items():
+        p50, p99 = (statistics.median(percentile(one, share) for one in rounds) * 1e3 for share in (0.5, 0.99))
+        print(f"{name:>22}: gap p50 {p50:.2f} ms, p99 {p99:.2f} ms (medians of the rounds)")
+    pairs = zip(found["beside exploding forms"], found["calm"], strict=True)
+    ratios = sorted(percentile(one, 0.99) / percentile(other, 0.99) for one, other in pairs)
+    print(f"p99 {_spread(ratios)} times the calm one; {len(refused)} refused")
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
 
 
 async def run(arguments: argparse.Namespace) -> None:
     """Both parts."""
-    await throughput(arguments)
-    await disturbance(arguments)
+    if arguments.rounds:
+        await throughput(arguments)
+    if arguments.pairs:
+        await disturbance(arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="public name of the model")
     parser.add_argument("--concurrency", type=int, default=8, help="streams at once")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens of each")
-    parser.add_argument("--rounds", type=int, default=5, help="of each kind")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs for the throughput; 0: none")
+    parser.add_argument("--pairs", type=int, default=15, help="pairs for the time between messages; 0: none")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     asyncio.run(run(parser.parse_args(argv)))
     return 0
