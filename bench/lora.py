@@ -2,8 +2,9 @@
 
 Batches of one size, in which no sequence, all with one, or each of 8 or of as many as there are sequences has an
 adapter (rank 8, all seven projections), take turns; the table gives tokens/s as the median of the rounds, which share
-whatever else the machine does. With --check some adapters of the mixed batch are then compared with weights that the
-adapter is merged into, in float32: largest difference of logits, and whether the greedy tokens are the same.
+whatever else the machine does. With --check adapters of a mixed batch are then compared with weights that the adapter
+is merged into, all layers, in float32: largest difference of logits, and whether the greedy tokens are the same. The
+merged models run in plain torch, the mixed batch on the compiled kernels.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from bench.random_adapters import write_random_adapter
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.worker.model.adapter import AdapterWeights, load_adapter
 from services.worker.model.config import ModelConfig
+from services.worker.model.decoder import Decoder
 from services.worker.model.kv_pool import TORCH_DTYPES, KvPool
 from services.worker.model.layout import ComputeDtype
 from services.worker.model.load import kv_layout, load_runner
@@ -37,6 +39,7 @@ from services.worker.model.native_decoder import NativeDecoder
 from services.worker.model.runner import CpuRunner
 from services.worker.model.step import StepInput
 from services.worker.model.step_check import StepLimits, checked_batch
+from services.worker.model.torch_decoder import TorchDecoder
 from services.worker.model.weights import ModelWeights, load_weights
 
 RANK = 8
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=100, help="sequences of the batch, and adapters")
     parser.add_argument("--rounds", type=int, default=5, help="of every kind of batch")
     parser.add_argument("--threads", type=int, default=2, help="compute threads")
-    parser.add_argument("--check", type=int, default=10, help="adapters compared with merged weights; 0: none")
+    parser.add_argument("--check", type=int, default=100, help="most adapters compared with merged weights")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args(argv)
     path = resolve_model(arguments.model).path
@@ -153,7 +156,7 @@ def _compare(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
     model = open_model(path)
     config, weights = model.config, load_weights(model.read()[0], model.config, torch.float32)
     adapters = [load_adapter(folder, config, torch.float32, max_rank=RANK) for folder in folders]
-    mixed = _decoder(config, weights, len(adapters))
+    mixed = NativeDecoder(config, weights, _pool(config, len(adapters)), CONTEXT, adapter_slots=len(adapters))
     for slot, adapter in enumerate(adapters):
         mixed.adapters.put(slot, mixed.adapters.prepare(adapter))
     found = _prompt_logits(mixed, list(range(len(adapters))))
@@ -162,21 +165,22 @@ def _compare(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
         expected = _merged_logits(config, weights, adapter, slot)
         largest = max(largest, (found[slot] - expected).abs().max().item())
         same += int(found[slot].argmax() == expected.argmax())
+        print(f"{slot + 1} of {len(adapters)} compared, {same} equal, within {largest:.2e}", file=sys.stderr)
     print(f"merged weights, float32: greedy tokens equal {same} of {len(adapters)}, logits within {largest:.2e}")
     return {"adapters": len(adapters), "greedy_equal": same, "largest_logit_difference": largest}
 
 
-def _decoder(config: ModelConfig, weights: ModelWeights, slots: int) -> NativeDecoder:
-    pool = KvPool.on_device(torch.device("cpu"), kv_layout(config, "float32"), max(1, slots))
-    return NativeDecoder(config, weights, pool, CONTEXT, adapter_slots=slots)
+def _pool(config: ModelConfig, sequences: int) -> KvPool:
+    return KvPool.on_device(torch.device("cpu"), kv_layout(config, "float32"), sequences)
 
 
 def _merged_logits(config: ModelConfig, weights: ModelWeights, adapter: AdapterWeights, seq: int) -> torch.Tensor:
     layers = tuple(map(merged_layer, weights.layers, adapter.layers))
-    return _prompt_logits(_decoder(config, replace(weights, layers=layers), 0), None, first=seq)[0]
+    merged = TorchDecoder(config, replace(weights, layers=layers), _pool(config, 1), CONTEXT)
+    return _prompt_logits(merged, None, first=seq)[0]
 
 
-def _prompt_logits(decoder: NativeDecoder, slots: Sequence[int] | None, *, first: int = 0) -> torch.Tensor:
+def _prompt_logits(decoder: Decoder, slots: Sequence[int] | None, *, first: int = 0) -> torch.Tensor:
     """Logits after the prompts of sequences `first` and on, one of each slot, or of one without an adapter."""
     count = 1 if slots is None else len(slots)
     tokens = [17 * (first + seq) + 29 * place + 5 for seq in range(count) for place in range(_PROMPT)]
