@@ -3,7 +3,8 @@
 One mechanism: each step spends a token budget on bringing `num_computed` of sequences up to `num_tokens`. Decoding
 sequences come first, one token each, so that a long prompt does not stall them; then those that go on after a little
 output of another worker, for their clients wait; then chunks of running prefills; then
-waiting sequences, which start with the blocks that the pool has already. When blocks run out the sequence that came
+waiting sequences, which start with the blocks that the pool has already. Batch work stands aside where prompts of
+others are computed (patience.py). When blocks run out the sequence that came
 last by (priority, arrival) gives up its blocks and waits; it resumes by recomputation, mostly from cached blocks.
 
 Drafted tokens (speculation.py) are known to a step alone: it computes them behind the known ones, and only those that
@@ -22,7 +23,7 @@ sequence is never preempted for another, so work always ends: a held one ends wh
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 
 from services.common.blocks import BLOCK_TOKENS
@@ -33,6 +34,7 @@ from services.worker.block_pool import BlockPool
 from services.worker.chunk import MOST_ROWS_READ, Advance, Chunk, prompt_chunk
 from services.worker.errors import Refused
 from services.worker.moves import MoveWishes
+from services.worker.patience import Patience, is_patient
 from services.worker.queue_state import QueueState, queue_state
 from services.worker.registration import Registration
 from services.worker.sequence import Known, Request, Sequence, Status, blocks_for
@@ -59,6 +61,7 @@ class Scheduler:
         # Both in (priority, arrival) order.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._patience = Patience()
         self._arrivals = 0
         # Held requests of which nobody has been told that they are prepared; some may be gone.
         self._unprepared: set[int] = set()
@@ -145,7 +148,7 @@ class Scheduler:
     def schedule(self, token_budget: int, now: float, costs: StepCosts) -> list[Chunk]:
         """The next step's chunks; empty when nothing can be computed. Decodes and MIN_PREFILL_TOKENS are always in.
 
-        costs: of steps, as learned.
+        Batch work is in where it does not stand aside. costs: of steps, as learned.
         """
         chunks: list[Chunk] = []
         for sequence in tuple(self._running):
@@ -159,17 +162,15 @@ class Scheduler:
             # Their clients wait for this one step: it is kept short.
             budget = min(budget, MIN_PREFILL_TOKENS)
         chunks += catching_up
-        readable = MOST_ROWS_READ
-        for sequence in self._prefills(now):
-            chunk = prompt_chunk(sequence, budget, readable)
-            if not chunk.length:
-                continue
-            budget -= chunk.length
-            readable -= chunk.read
-            chunks.append(chunk)
-            if not budget:
-                break
-        chunks = self.speculation.extend(chunks, budget, costs, len(self._running))
+        if any(line and not is_patient(line[0].request) for line in (self._running, self._waiting)):
+            self._patience.urgent_seen(now)
+        prompts = _prompt_chunks(self._prefills(now, patient=False), budget, MOST_ROWS_READ)
+        if self._patience.stands_aside(beside_urgent=bool(prompts)):
+            chunks = [chunk for chunk in chunks if not is_patient(chunk.sequence.request)]
+        else:
+            prompts += self._patient_prompts(prompts, budget, token_budget, now)
+        budget -= sum(chunk.length for chunk in prompts)
+        chunks = self.speculation.extend(chunks + prompts, budget, costs, len(self._running))
         self.moves.watch_blocks(self._running, self._pool.num_available)
         return chunks
 
@@ -199,10 +200,20 @@ class Scheduler:
     def _reuses(self, request: Request) -> bool:
         return self._limits.prefix_cache and request.is_cacheable
 
-    def _prefills(self, now: float) -> Iterator[Sequence]:
-        """Running prefills, then waiting sequences as they start, while there is room."""
-        yield from [s for s in self._running if not (s.is_decoding or s.is_catching_up) and s.has_slots]
+    def _patient_prompts(self, others: Items[Chunk], budget: int, token_budget: int, now: float) -> list[Chunk]:
+        """Of batch work, what is left of `budget` and of the rows that may be read beside prompts of others."""
+        left = budget - sum(chunk.length for chunk in others)
+        readable = MOST_ROWS_READ - sum(chunk.read for chunk in others)
+        most = self._patience.most_tokens(token_budget, MIN_PREFILL_TOKENS, now)
+        return _prompt_chunks(self._prefills(now, patient=True), min(left, most), readable)
+
+    def _prefills(self, now: float, *, patient: bool) -> Iterator[Sequence]:
+        """Running prefills, then waiting sequences as they start, while there is room: of batch work, or all others."""
+        running = [s for s in self._running if is_patient(s.request) is patient and s.has_slots]
+        yield from [s for s in running if not (s.is_decoding or s.is_catching_up)]
         while (sequence := self._next_waiting()) is not None:
+            if is_patient(sequence.request) and not patient:
+                return
             lacking = 0
             if len(self._running) >= self._limits.max_running or (lacking := self._start(sequence, now)):
                 # Nobody overtakes a sequence that lacks blocks, or it might wait for ever.
@@ -313,6 +324,21 @@ def _unheard(request: Request, further: Mapping[int, Known]) -> dict[int, Known]
     drawn = {choice: one for choice, one in enumerate(request.sequences) if choice in further}
     new = {choice: one.unheard(further[choice]) for choice, one in drawn.items() if one.status is not Status.FINISHED}
     return {choice: output for choice, output in further.items() if choice not in drawn} | new
+
+
+def _prompt_chunks(sequences: Iterable[Sequence], budget: int, readable: int) -> list[Chunk]:
+    """Of the first of them, as many tokens together; the next one is asked for while any are left."""
+    chunks: list[Chunk] = []
+    for sequence in sequences if budget else ():
+        chunk = prompt_chunk(sequence, budget, readable)
+        if not chunk.length:
+            continue
+        budget -= chunk.length
+        readable -= chunk.read
+        chunks.append(chunk)
+        if not budget:
+            break
+    return chunks
 
 
 def _count_cached(request: Request, hits: int) -> None:
