@@ -9,6 +9,7 @@ from time import perf_counter
 
 import structlog
 
+from services.common.fair_queue import RequestClass
 from services.common.redis_client import RedisHealth
 from services.common.registry import LocationRecord
 from services.router.domain import Ask, AttemptId, Placement, Prediction, RefusalReason, Refused, WorkerId
@@ -34,7 +35,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class OpenAttempt:
-    """A grant that its gateway has not closed yet."""
+    """A grant that its gateway has not closed yet. is_patient: of batch work, whose prompt waits for all others'."""
 
     worker_id: WorkerId
     policy: str
@@ -42,6 +43,7 @@ class OpenAttempt:
     num_choices: int
     model: str
     model_digest: bytes
+    is_patient: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,9 @@ class Decisions:
         self.outbox.put(ClosedNews(entry.worker_id, attempt))
         if outcome == "ok" and output_tokens:
             self._placer.output_tokens.update(output_tokens / entry.num_choices)
-        self._placer.learn(entry.worker_id, entry.prediction, now_s, ttft_s=ttft_s, tpot_s=tpot_s)
+        # How long batch work is put off says nothing of what others can expect.
+        told_ttft_s = 0.0 if entry.is_patient else ttft_s
+        self._placer.learn(entry.worker_id, entry.prediction, now_s, ttft_s=told_ttft_s, tpot_s=tpot_s)
         self._metrics.closed(entry.policy, outcome, entry.prediction, ttft_s, tpot_s)
         self._metrics.versions.closed(entry.model, entry.model_digest, outcome, ttft_s, tpot_s)
         if _explains():
@@ -185,6 +189,7 @@ class Decisions:
             max(1, ask.num_choices),
             ask.model,
             ask.model_digest,
+            ask.priority >= RequestClass.BATCH,
         )
         if len(opened) > MAX_OPEN_ATTEMPTS:
             del opened[next(iter(opened))]
