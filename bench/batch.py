@@ -1,10 +1,10 @@
 """`python -m bench.batch`: a batch of 2,000 lines on a mesh that also serves interactive streams.
 
 Two simulated workers (the times are below) behind two gateways, two routers, a kvstore node, Valkey and Envoy. The same
-open loop of interactive streams runs three times: alone, beside the batch, and while one process of every kind is
-killed. Then the batch goes on to its end, and each line must have been answered exactly once. Stated is the
-streams' time to the first token with the batch over that without. No two streams share a prompt. The load runs on the
-same cores as the mesh.
+open loop of interactive streams runs four times: alone, and beside the batch, each while nothing happens and while one
+process of every kind is killed. Then the batch goes on to its end, and each line must have been answered exactly once.
+Stated is the streams' time to the first token with the batch over that without, for either. No two streams share a
+prompt. The load runs on the same cores as the mesh.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,20 @@ class Round:
     lines_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Of the streams' 99th percentile of the time to the first token, beside the batch over alone."""
+
+    calm: float
+    killed: float
+
+
+def _ratio(alone: Round, beside: Round) -> float:
+    return beside.outcome.ttft_p99_s / alone.outcome.ttft_p99_s
+
+
 async def measure(given: argparse.Namespace) -> tuple[list[Round], Verdict, list[str]]:
-    """The rounds, what came of the lines, and who was killed."""
+    """The rounds, alone and beside the batch, then both with kills; what came of the lines, and who was killed."""
     with local_mesh(_OPTIONS, _ENVIRONMENT) as mesh:
         await mesh.wait_ready(_READY_S)
         client = BatchClient(mesh.port)
@@ -78,18 +90,22 @@ async def _measure(
     rng = random.Random(given.seed)
     await _streams(mesh, "warm-up", given, rng)
     rounds = [await _streams(mesh, "alone", given, rng)]
+    broken, killed = await _with_kills(mesh, _streams(mesh, "alone, with kills", given, rng))
+    await mesh.wait_ready(_READY_S)
     batch_id = await asyncio.to_thread(client.begin, given.lines, LINE.prompt_tokens, LINE.output_tokens, rng)
     async with asyncio.timeout(_END_S):
         while (await asyncio.to_thread(client.progress, batch_id))[1] < given.lines // 50:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
     rounds.append(await _streams(mesh, "beside the batch", given, rng, client, batch_id))
-    killing = asyncio.create_task(_kill_all(mesh))
-    rounds.append(await _streams(mesh, "beside it, with kills", given, rng, client, batch_id))
-    killed = await killing
+    broken_too, killed_too = await _with_kills(
+        mesh, _streams(mesh, "beside it, with kills", given, rng, client, batch_id)
+    )
+    rounds += [broken, broken_too]
     async with asyncio.timeout(_END_S):
         while (await asyncio.to_thread(client.progress, batch_id))[0] not in OVER:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-    return rounds, await asyncio.to_thread(client.verdict, batch_id, given.lines, LINE.output_tokens), killed
+    verdict = await asyncio.to_thread(client.verdict, batch_id, given.lines, LINE.output_tokens)
+    return rounds, verdict, killed + killed_too
 
 
 async def _streams(
@@ -111,6 +127,12 @@ async def _streams(
 
 async def _answered(client: BatchClient | None, batch_id: str) -> int:
     return (await asyncio.to_thread(client.progress, batch_id))[1] if client is not None else 0
+
+
+async def _with_kills(mesh: LocalMesh, streams: Coroutine[Any, Any, Round]) -> tuple[Round, list[str]]:
+    """A round, and who was killed meanwhile."""
+    killing = asyncio.create_task(_kill_all(mesh))
+    return await streams, await killing
 
 
 async def _kill_all(mesh: LocalMesh) -> list[str]:
@@ -137,30 +159,31 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench.batch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--lines", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=30.0, help="length of each round")
-    parser.add_argument("--rate", type=float, default=6.0, help="interactive streams per second")
+    parser.add_argument("--rate", type=float, default=10.0, help="interactive streams per second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, default=RESULTS, help=f"where the result goes ({RESULTS.name})")
     given = parser.parse_args(argv)
     machine = Machine.here()
     rounds, verdict, killed = asyncio.run(measure(given))
-    ratio = rounds[1].outcome.ttft_p99_s / rounds[0].outcome.ttft_p99_s
+    ratios = Ratios(_ratio(*rounds[:2]), _ratio(*rounds[2:]))
     result = {
         "machine": asdict(machine),
         "options": {name: value for name, value in vars(given).items() if name != "json"},
         "workers": {"engine": "sim", **TIMES},
         "shapes": {"stream": asdict(SHAPE), "line": asdict(LINE)},
         "rounds": [asdict(one) for one in rounds],
-        "ttft_p99_ratio": ratio,
+        "ttft_p99_ratio": asdict(ratios),
         "killed": killed,
         "lines": asdict(verdict),
     }
     given.json.write_text(json.dumps(result, indent=1) + "\n")
-    _show(rounds, verdict, ratio, machine)
+    _show(rounds, verdict, ratios, machine)
     return 0 if verdict.is_right else 1
 
 
-def _show(rounds: Sequence[Round], verdict: Verdict, ratio: float, machine: Machine) -> None:
-    table = Table(title=f"TTFT p99 beside the batch is {ratio:.2f} of that without. {verdict}. {machine}")
+def _show(rounds: Sequence[Round], verdict: Verdict, ratios: Ratios, machine: Machine) -> None:
+    title = f"TTFT p99 beside the batch is {ratios.calm:.2f} of that without, {ratios.killed:.2f} with kills in both"
+    table = Table(title=f"{title}. {verdict}. {machine}")
     for column in ("round", "streams", "served", "TTFT p50 ms", "p99 ms", "TPOT p50 ms", "lines/s"):
         table.add_column(column, justify="right")
     for one in rounds:
