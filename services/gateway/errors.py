@@ -20,7 +20,8 @@ GatewayError
 │   ├── WorkersFull                every worker is, at this moment
 │   └── ObjectiveUnmet             no worker would answer in the time that the request allows
 ├── ModelUnavailable               known, and nobody serves it now
-│   └── ModelLoading               it is loaded on demand, and the request cannot wait for that
+│   ├── ModelLoading               it is loaded on demand, and the request cannot wait for that
+│   └── TooLargeForWorkers         nobody who serves it has room for the request, now or later
 ├── DeadlineExceeded
 ├── WorkerFailed                   a worker was lost and the request with it
 │   └── AnswerNotKept              no worker has the answer that is to be repeated
@@ -130,6 +131,10 @@ class ModelUnavailable(GatewayError):
 
 class ModelLoading(ModelUnavailable):
     """A model that is loaded when it is asked for would not be there in time, or too many wait."""
+
+
+class TooLargeForWorkers(ModelUnavailable):
+    """No worker of the model has room for the prompt and its whole output, whatever else it has."""
 
 
 class DeadlineExceeded(GatewayError):

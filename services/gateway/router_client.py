@@ -20,6 +20,7 @@ from kvmesh.v1.router_pb2 import (
     OUTCOME_CANCELLED,
     REFUSAL_REASON_DEADLINE,
     REFUSAL_REASON_NO_WORKER,
+    REFUSAL_REASON_TOO_LARGE,
     REFUSAL_REASON_UNKNOWN_MODEL,
     REFUSAL_REASON_UNSPECIFIED,
     Ask,
@@ -44,6 +45,7 @@ from services.gateway.errors import (
     ModelUnavailable,
     ObjectiveUnmet,
     Overloaded,
+    TooLargeForWorkers,
     WorkersFull,
 )
 
@@ -266,6 +268,8 @@ def refusal_error(refusal: Refusal) -> GatewayError:
         return ModelNotFound(refusal.detail or "the model does not exist", "model")
     if refusal.reason == REFUSAL_REASON_NO_WORKER:
         return ModelUnavailable(refusal.detail or "no worker is ready", None, retry_after_s)
+    if refusal.reason == REFUSAL_REASON_TOO_LARGE:
+        return TooLargeForWorkers(refusal.detail or "no worker has room for the request", None, retry_after_s)
     if refusal.reason == REFUSAL_REASON_DEADLINE:
         return ObjectiveUnmet(refusal.detail or "the deadline cannot be met", None, retry_after_s)
     if refusal.reason == REFUSAL_REASON_UNSPECIFIED:

@@ -22,18 +22,36 @@ def candidates(ask: Ask, table: WorkerTable, present: Present, model: int, *, wh
     all of a request; otherwise those that compute prompts only, which have that room too, should nobody take over.
     """
     workers = present.of_model(model, table.rows, whole=whole)
-    tokens = ask.prompt_tokens + max(1, -(-ask.max_output_tokens // max(1, ask.num_choices)))
+    tokens = _tokens(ask)
     fits_all = tokens <= workers.least_context and -(-tokens // workers.least_block_tokens) <= workers.least_blocks
     if fits_all and not ask.excluded_workers and ask.requires == ANYTHING and not ask.needs_room_now:
         return workers.selection
     return Selection.of(_chosen(ask, table, workers, tokens))
 
 
+def is_too_large(ask: Ask, table: WorkerTable, model: int) -> bool:
+    """Whether no worker of that model that is known, ready or not, has that room."""
+    known = [worker.row for worker in table.workers.values() if worker.identity is not None]
+    rows = table.rows.take(known)
+    return not ((rows["model"] == model) & _is_large_enough(rows, _tokens(ask))).any()
+
+
+def _tokens(ask: Ask) -> int:
+    """Of the prompt and one choice's output."""
+    return ask.prompt_tokens + max(1, -(-ask.max_output_tokens // max(1, ask.num_choices)))
+
+
+def _is_large_enough(rows: WorkerRows, tokens: int) -> BoolArray:
+    result: BoolArray = (rows["context_length"] >= tokens) & (
+        rows["total_blocks"] >= np.ceil(tokens / rows["block_tokens"])
+    )
+    return result
+
+
 def _chosen(ask: Ask, table: WorkerTable, workers: ModelWorkers, tokens: int) -> IntArray:
     """Looked at one by one."""
     rows = table.rows.pick(workers.selection)
-    blocks = np.ceil(tokens / rows["block_tokens"])
-    able = (rows["context_length"] >= tokens) & (rows["total_blocks"] >= blocks)
+    able = _is_large_enough(rows, tokens)
     if ask.needs_room_now:
         able &= _has_room(ask, rows)
     found: IntArray = workers.selection.rows[able]

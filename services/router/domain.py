@@ -175,6 +175,7 @@ class RefusalReason(Enum):
     OVERLOADED = "overloaded"
     UNKNOWN_MODEL = "unknown_model"
     DEADLINE = "deadline"
+    TOO_LARGE = "too_large"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from services.common.running_mean import RunningMean
 from services.router.admission import RETRY_S, AdmissionConfig, Forecast, admissible, in_time, paced
 from services.router.calibration import Calibration
 from services.router.capability import candidates as able_candidates
+from services.router.capability import is_too_large
 from services.router.domain import Ask, Explanation, Placement, Prediction, RefusalReason, Refused, WorkerId
 from services.router.handoff import (
     MAX_DECODE,
@@ -150,8 +151,11 @@ class Placer:
         ready = serving & (self._table.rows["model"] == model)
         if ready.any() and ask.excluded_workers:
             return Refused(RefusalReason.NO_WORKER, "every worker that could serve the request is excluded", RETRY_S)
-        detail = "no worker can finish such a request" if ready.any() else "no worker of the model is ready"
-        return Refused(RefusalReason.NO_WORKER, detail, RETRY_S)
+        if not ready.any():
+            return Refused(RefusalReason.NO_WORKER, "no worker of the model is ready", RETRY_S)
+        too_large = is_too_large(ask, self._table, model)
+        reason = RefusalReason.TOO_LARGE if too_large else RefusalReason.NO_WORKER
+        return Refused(reason, "no worker can finish such a request", RETRY_S)
 
     def _request(self, ask: Ask, candidates: Selection, now_s: float) -> PolicyRequest:
         choices = max(1, ask.num_choices)

@@ -30,6 +30,7 @@ _REASONS = {
     RefusalReason.OVERLOADED: router_pb2.REFUSAL_REASON_OVERLOADED,
     RefusalReason.UNKNOWN_MODEL: router_pb2.REFUSAL_REASON_UNKNOWN_MODEL,
     RefusalReason.DEADLINE: router_pb2.REFUSAL_REASON_DEADLINE,
+    RefusalReason.TOO_LARGE: router_pb2.REFUSAL_REASON_TOO_LARGE,
 }
 _KINDS = {"worker": common_pb2.LOCATION_KIND_WORKER, "kvstore": common_pb2.LOCATION_KIND_KVSTORE}
 _OUTCOMES = {

@@ -75,7 +75,8 @@ def test_only_who_has_room_for_prompt_and_output_and_all_that_is_required(
         assert answer.worker_id in able
     else:
         assert not able
-        assert answer.reason is RefusalReason.NO_WORKER
+        has_room = any(can_finish(one, prompt, output, Requirements()) for one in identities)
+        assert answer.reason is (RefusalReason.NO_WORKER if has_room else RefusalReason.TOO_LARGE)
 
 
 LOADS = st.builds(

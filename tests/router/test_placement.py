@@ -58,7 +58,7 @@ def test_only_workers_that_can_serve_are_chosen(policy: str, kinds: list[str], d
         assert answer.worker_id in able
     else:
         assert not able
-        assert answer.reason in (RefusalReason.NO_WORKER, RefusalReason.UNKNOWN_MODEL)
+        assert answer.reason in (RefusalReason.NO_WORKER, RefusalReason.UNKNOWN_MODEL, RefusalReason.TOO_LARGE)
         assert answer.retry_after_s > 0
 
 

@@ -57,6 +57,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The model is not known."""
     REFUSAL_REASON_DEADLINE: _RefusalReason.ValueType  # 4
     """The objectives or the deadline cannot be met."""
+    REFUSAL_REASON_TOO_LARGE: _RefusalReason.ValueType  # 5
+    """No worker of the model, ready or not, has room for the prompt and its whole output: waiting does not help."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper): ...
 
@@ -70,6 +72,8 @@ REFUSAL_REASON_UNKNOWN_MODEL: RefusalReason.ValueType  # 3
 """The model is not known."""
 REFUSAL_REASON_DEADLINE: RefusalReason.ValueType  # 4
 """The objectives or the deadline cannot be met."""
+REFUSAL_REASON_TOO_LARGE: RefusalReason.ValueType  # 5
+"""No worker of the model, ready or not, has room for the prompt and its whole output: waiting does not help."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 @_typing.final

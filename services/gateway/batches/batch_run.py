@@ -25,7 +25,7 @@ from services.gateway.batches.result_files import finish
 from services.gateway.batches.result_log import ResultWriter
 from services.gateway.batches.turns import Turns
 from services.gateway.core import Core
-from services.gateway.errors import GatewayError, shape_of
+from services.gateway.errors import GatewayError, TooLargeForWorkers, shape_of
 
 # Between looks whether a client has cancelled it, or its time is over.
 _LOOK_S = 0.5
@@ -152,7 +152,11 @@ class BatchRun:
             if failures >= MAX_FAILURES:
                 return line.custom_id, error_answer(found, "")
             del line
-            self._turns.refused(_retry_after_s(found))
+            if isinstance(found, TooLargeForWorkers):
+                # Others may fit. It is tried again as a router that has just started may not know every worker yet.
+                await asyncio.sleep(_retry_after_s(found))
+            else:
+                self._turns.refused(_retry_after_s(found))
 
     async def _attempt(self, line: InputLine, number: int) -> LineAnswer | GatewayError:
         """An answer, or why the line may be tried again."""

@@ -25,6 +25,7 @@ from services.gateway.errors import (
     ModelUnavailable,
     Overloaded,
     TenantLimitExceeded,
+    TooLargeForWorkers,
     WorkerFailed,
     openai_body,
     shape_of,
@@ -34,7 +35,7 @@ from services.gateway.session import OK, Session
 
 # The line waits and is tried again while its batch lives; of the second kind, so many times.
 _REFUSALS = (Overloaded, TenantLimitExceeded, ModelUnavailable)
-_FAILURES = (WorkerFailed, DeadlineExceeded, InternalError)
+_FAILURES = (WorkerFailed, DeadlineExceeded, InternalError, TooLargeForWorkers)
 MAX_FAILURES = 5
 _encode = msgspec.json.encode
 
@@ -93,7 +94,7 @@ class LineRun:
 
 def is_refusal(error: GatewayError) -> bool:
     """Nothing was computed, and another time it may be."""
-    return isinstance(error, _REFUSALS)
+    return isinstance(error, _REFUSALS) and not is_failure(error)
 
 
 def is_failure(error: GatewayError) -> bool:
