@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import OrderedDict
 from pathlib import Path
-from threading import Lock
 
 import msgspec
 
 from services.gateway.batches.durable import create, make_folder, read_record
 from services.gateway.batches.file_store import FileStore, remove_folder
 from services.gateway.batches.layout import Layout, is_batch_id
-from services.gateway.batches.records import BatchRecord, BatchState, Checked, Final, Mark
+from services.gateway.batches.progress import Progress
+from services.gateway.batches.records import FAILED, BatchRecord, BatchState, Checked, Final, Mark
 from services.gateway.batches.result_log import Results, ResultWriter, Superseded, begin_generation
 from services.gateway.errors import ObjectNotFound, StateConflict, TenantLimitExceeded
 
 _RECORD, _CHECKED, _CANCELLING, _FINALIZING, _FINAL = "record", "checked", "cancelling", "finalizing", "final"
 _INPUT = "input"
-# Readers of logs that are kept between looks at the same batches.
-_MAX_READERS = 8
+# Of batches whose files were not in order, which bring a tenant nothing and cost it nothing.
+_FAILED_LIFE_S = 86_400.0
+_MAX_FAILED = 100
 # A batch is announced before it is there; one that is not there by then never will be.
 _ABANDONED_S = 60.0
 
@@ -38,8 +38,7 @@ class BatchStore:
         self.files = files
         self._layout: Layout = files.layout
         self._max_open = max_open
-        self._readers: OrderedDict[str, Results] = OrderedDict()
-        self._reading = Lock()
+        self._progress = Progress()
 
     def prepare(self) -> None:
         """Make the folders that all tenants share, for this user alone."""
@@ -150,9 +149,16 @@ class BatchStore:
 
     def sweep(self, tenant: str, now_s: float, life_s: float) -> None:
         """Remove batches that ended so long ago, and what was announced and never came."""
+        num_failed = 0
         for record in self.all(tenant):
             final = self.final(record)
-            if final is not None and now_s >= final.at + life_s:
+            if final is None:
+                continue
+            has_failed = final.status == FAILED
+            num_failed += has_failed
+            if now_s >= final.at + (min(life_s, _FAILED_LIFE_S) if has_failed else life_s) or (
+                has_failed and num_failed > _MAX_FAILED
+            ):
                 remove_folder(self.folder(record))
         for batch_id, owner in self.open_batches().items():
             folder, opened = self._layout.batch(owner, batch_id), self._layout.open / batch_id
@@ -171,8 +177,10 @@ class BatchStore:
         final = read_record(folder / _FINAL, Final)
         if checked is not None and final is None:
             with contextlib.suppress(FileNotFoundError):
-                completed, failed = self._progress(record.id, folder)
+                completed, failed = self._progress.of(record.id, folder)
             final = read_record(folder / _FINAL, Final)
+        if final is not None:
+            self._progress.forget(record.id)
         return BatchState(
             record=record,
             checked=checked,
@@ -182,12 +190,3 @@ class BatchStore:
             completed=completed,
             failed=failed,
         )
-
-    def _progress(self, batch_id: str, folder: Path) -> tuple[int, int]:
-        with self._reading:
-            reader = self._readers.pop(batch_id, None) or Results(folder)
-            reader.refresh()
-            self._readers[batch_id] = reader
-            while len(self._readers) > _MAX_READERS:
-                self._readers.popitem(last=False)
-            return reader.num_ok, reader.num_failed

@@ -47,11 +47,14 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Results:
-    """What counts of all logs below a folder. `refresh` reads what has been added since; one thread at a time."""
+class Counts:
+    """How many lines have an answer that counts, in all logs below a folder; num_ok: one of status 200.
+
+    `refresh` reads what has been added since; one thread at a time.
+    """
 
     folder: Path
-    answers: dict[int, Answer] = field(default_factory=dict)
+    num_answered: int = 0
     num_ok: int = 0
     generation: int = 0
     _read_to: int = 0
@@ -60,7 +63,7 @@ class Results:
     @property
     def num_failed(self) -> int:
         """Lines with an answer other than 200."""
-        return len(self.answers) - self.num_ok
+        return self.num_answered - self.num_ok
 
     def refresh(self) -> None:
         """Raises OSError."""
@@ -70,20 +73,14 @@ class Results:
         if self.generation:
             self._read_to = self._read(self.generation, self._read_to, None)
 
-    def payload(self, answer: Answer) -> bytes:
-        """The text of one answer. Raises OSError."""
-        with log_path(self.folder, answer.generation).open("rb") as file:
-            file.seek(answer.offset)
-            return file.read(answer.length)
-
     def sealed(self) -> dict[int, int]:
         """Bytes that count of each log so far: what the next generation begins with."""
         return {**self._sealed, self.generation: self._read_to} if self.generation else {}
 
     def _begin(self, generation: int) -> None:
         header = _header(self.folder, generation)
-        self.answers, self.num_ok, self.generation, self._read_to = {}, 0, generation, 0
-        self._sealed = header.sealed
+        self._forget()
+        self.generation, self._read_to, self._sealed = generation, 0, header.sealed
         for older in sorted(header.sealed):
             self._read(older, 0, header.sealed[older])
 
@@ -105,10 +102,35 @@ class Results:
                 at += len(line)
         return at
 
+    def _forget(self) -> None:
+        self.num_answered = self.num_ok = 0
+
+    def _take(self, number: int, answer: Answer) -> None:
+        """An answer, each line's only one."""
+        self.num_answered += 1
+        self.num_ok += answer.is_ok
+
+
+@dataclass(slots=True)
+class Results(Counts):
+    """The answers themselves, too, by line."""
+
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    def payload(self, answer: Answer) -> bytes:
+        """The text of one answer. Raises OSError."""
+        with log_path(self.folder, answer.generation).open("rb") as file:
+            file.seek(answer.offset)
+            return file.read(answer.length)
+
+    def _forget(self) -> None:
+        Counts._forget(self)
+        self.answers = {}
+
     def _take(self, number: int, answer: Answer) -> None:
         if number not in self.answers:
+            Counts._take(self, number, answer)
             self.answers[number] = answer
-            self.num_ok += answer.is_ok
 
 
 class ResultWriter:

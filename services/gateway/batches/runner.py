@@ -84,6 +84,7 @@ class BatchRunner:
         self._wake = asyncio.Event()
         self._is_stopped = False
         self._swept_at_s = float("-inf")
+        self._sweeping: asyncio.Task[None] | None = None
         self._metrics = BatchMetrics(
             lambda: self._state.open_batches, lambda: len(self._state.running), lambda: self.num_lines
         )
@@ -124,6 +125,8 @@ class BatchRunner:
         """Leave every batch to others, and take up none. Idempotent."""
         self._is_stopped = True
         tasks = [one.task for one in self._state.running.values()]
+        if self._sweeping is not None:
+            tasks.append(self._sweeping)
         for task in tasks:
             task.cancel()
         if tasks:
@@ -148,9 +151,20 @@ class BatchRunner:
                     await self._lease.give_back(batch_id)
                     return
                 self._start(batch_id, tenant)
-        if now_s - self._swept_at_s >= _SWEEP_S:
+        self._begin_sweep(now_s)
+
+    def _begin_sweep(self, now_s: float) -> None:
+        """Where one is due, beside the looks: a batch without a gateway does not wait for folders of all tenants."""
+        is_sweeping = self._sweeping is not None and not self._sweeping.done()
+        if not is_sweeping and now_s - self._swept_at_s >= _SWEEP_S:
             self._swept_at_s = now_s
+            self._sweeping = asyncio.create_task(self._sweep_all())
+
+    async def _sweep_all(self) -> None:
+        try:
             await self._disk.run_long(self._sweep)
+        except Exception as error:
+            as_gateway_error(error)
 
     def _start(self, batch_id: str, tenant: str) -> None:
         self._state.not_before_s.pop(batch_id, None)

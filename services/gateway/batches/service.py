@@ -27,6 +27,8 @@ _LINES = "application/jsonl"
 # Written, and sent, at once.
 _PART_BYTES = 256 * 1024
 _UPLOAD_S = 600.0
+# For a reader to take one of them: a place in flight is kept meanwhile.
+_PART_S = 30.0
 
 
 class FilesService(OpenAIFilesServicer):
@@ -78,10 +80,12 @@ class FilesService(OpenAIFilesServicer):
             with self._core.place(_API, metadata_of(context)) as tenant:
                 file = await batches.disk.run(batches.store.files.open, tenant.name, request.id, self._clock())
                 with file:
-                    async for part in _parts(batches.disk, file):
-                        yield HttpBody(content_type=_LINES, data=part)
+                    await _send(batches.disk, file, context)
         except Exception as error:
             await abort(context, as_gateway_error(error))
+        # What is yielded waits for its reader without a deadline, so all of it has been written.
+        for part in tuple[HttpBody, ...]():
+            yield part
 
     async def DeleteFile(self, request: FileRequest, context: Context) -> HttpBody:
         """DELETE /v1/files/{id}."""
@@ -167,9 +171,14 @@ class FilesService(OpenAIFilesServicer):
                 await disk.run(form.discard)
 
 
-async def _parts(disk: Disk, file: BinaryIO) -> AsyncIterator[bytes]:
+async def _send(disk: Disk, file: BinaryIO, context: Context) -> None:
+    """All of a file. Raises DeadlineExceeded for a reader who does not take its parts."""
     while part := await disk.run(file.read, _PART_BYTES):
-        yield part
+        try:
+            async with asyncio.timeout(_PART_S):
+                await context.write(HttpBody(content_type=_LINES, data=part))
+        except TimeoutError:
+            raise DeadlineExceeded("the file was not read in time") from None
 
 
 def _json(value: Any) -> HttpBody:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,18 +19,19 @@ from google.api.httpbody_pb2 import HttpBody
 from kvmesh.v1.common_pb2 import PRIORITY_CLASS_BATCH
 from kvmesh.v1.openai_pb2 import BatchRequest, FileRequest, ListBatchesRequest, ListFilesRequest
 from kvmesh.v1.openai_pb2_grpc import OpenAIFilesStub
-from kvmesh.v1.router_pb2 import REFUSAL_REASON_NO_WORKER, Refusal
+from kvmesh.v1.router_pb2 import REFUSAL_REASON_NO_WORKER, REFUSAL_REASON_TOO_LARGE, Refusal
 
 from services.common.bearer_keys import hash_key
-from services.gateway.batches import runner
+from services.gateway.batches import runner, service
 from services.gateway.batches.durable import make_folder
 from services.gateway.batches.input_lines import InputLine, InputLines
 from services.gateway.batches.layout import new_batch_id, new_file_id
-from services.gateway.batches.records import BatchRecord
+from services.gateway.batches.line_run import MAX_FAILURES
+from services.gateway.batches.records import BatchRecord, FileRecord
 from services.gateway.text.text_model import TextModel
 from tests.gateway.conftest import ANSWER, Mesh, running_mesh
 from tests.support.valkey import Valkey
-from tests.support.waiting import eventually, eventually_async
+from tests.support.waiting import PATIENCE_S, eventually, eventually_async
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "smollm2-135m"
@@ -310,6 +315,16 @@ async def test_lines_wait_for_what_may_come_back(mesh: Mesh) -> None:
     assert over["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
 
 
+async def test_a_line_that_no_worker_has_room_for_is_an_error_before_its_batch_expires(mesh: Mesh) -> None:
+    client = Client(mesh, "one")
+    mesh.router.refusal = Refusal(reason=REFUSAL_REASON_TOO_LARGE, retry_after_s=0.01)
+    over = await client.over((await client.batch(lines(2)))["id"])
+    assert (over["status"], over["request_counts"]) == ("completed", {"total": 2, "completed": 0, "failed": 2})
+    errors = await client.results(over["error_file_id"])
+    assert {error["response"]["body"]["error"]["code"] for error in errors} == {"model_unavailable"}
+    assert len(mesh.router.asks) == 2 * MAX_FAILURES
+
+
 async def test_no_more_batches_than_a_tenant_may_have_open(mesh: Mesh) -> None:
     client = Client(mesh, "one")
     mesh.say(ANSWER, hang_after=0)
@@ -359,3 +374,57 @@ async def test_a_record_that_cannot_be_read_is_its_tenants_trouble_alone(
     finally:
         rotten.unlink()
     assert (await two.call("ListFiles", ListFilesRequest()))["object"] == "list"
+
+
+async def test_no_batch_waits_for_a_sweep(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, batches = Client(mesh, "one"), mesh.gateway.batches
+    assert batches is not None
+    folder = batches.store.files.layout.files("two")
+    make_folder(folder)
+    # Who opens it to read or to write waits for the other.
+    record = folder / f"{new_file_id()}.json"
+    os.mkfifo(record)
+    is_sweeping, may_end = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        with record.open("wb"):
+            is_sweeping.set()
+            may_end.wait(PATIENCE_S)
+
+    holding = asyncio.get_running_loop().run_in_executor(None, hold_up)
+    try:
+        monkeypatch.setattr(runner, "_SWEEP_S", 0.0)
+        batches.runner.wake()
+        await eventually(is_sweeping.is_set)
+        over = await client.over((await client.batch(lines(2)))["id"])
+        assert over["status"] == "completed"
+        assert not may_end.is_set()
+    finally:
+        # No further sweep may find it.
+        monkeypatch.setattr(runner, "_SWEEP_S", 3600.0)
+        descriptor = os.open(record, os.O_RDONLY | os.O_NONBLOCK)
+        may_end.set()
+        await holding
+        os.close(descriptor)
+        record.unlink()
+
+
+async def test_who_does_not_read_a_file_gives_its_place_back(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = mesh.gateway.batches
+    assert batches is not None
+    monkeypatch.setattr(service, "_PART_S", 0.2)
+    files, file_id, size = batches.store.files, new_file_id(), 64 * 2**20
+    make_folder(files.layout.files("one"))
+    written = files.layout.files("one") / ".written"
+    written.touch()
+    # More than all buffers on the way hold.
+    os.truncate(written, size)
+    record = FileRecord(id=file_id, filename="f", purpose="batch_output", bytes=size, created_at=int(time.time()))
+    files.add("one", record, written)
+    written.unlink()
+    metadata = (("authorization", f"Bearer {KEYS['one']}"),)
+    call = OpenAIFilesStub(mesh.channel).GetFileContent(FileRequest(id=file_id), metadata=metadata)
+    assert (await call.read()).data
+    await eventually(lambda: not mesh.gateway.core.admission.total)
+    call.cancel()
+    files.discard("one", file_id)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.batches.result_log import (
+    Counts,
     Results,
     ResultWriter,
     Superseded,
@@ -63,6 +64,7 @@ def test_a_line_that_counts_counts_for_ever_and_once(steps: list[tuple[str, obje
         folder = Path(name)
         results, writer = begin_generation(folder)
         expected: dict[int, bytes] = {}
+        counts = Counts(folder)
         is_torn = False
         for kind, value in steps:
             if kind == "take_over" or (is_torn and kind == "answer"):
@@ -87,6 +89,9 @@ def test_a_line_that_counts_counts_for_ever_and_once(steps: list[tuple[str, obje
                     log.write(value)
                 is_torn = True
             assert read(folder) == expected
+            counts.refresh()
+            assert counts.num_answered == len(expected)
+        assert (counts.num_ok, counts.num_failed) == (results.num_ok, results.num_failed)
         assert results.num_ok == sum(number % 2 == 0 for number in expected)
         assert results.num_failed == len(expected) - results.num_ok
         writer.close()
