@@ -167,20 +167,31 @@ def main(argv: Sequence[str]) -> int:
     with _mesh() as mesh:
         mixture = Mixture(mesh.port, given.tokens, random.Random(given.seed))
         memory, books, alone_s = asyncio.run(run(mesh, mixture, given.minutes, given.streams))
-    found = summary(mixture.jobs, mixture.alone, mixture.answers)
-    found |= {
-        "alone_s": round(alone_s, 1),
-        "held_at_the_end": dict(books.held),
-        "silent_at_the_end": list(books.silent),
-    }
     growth = memory.growth()
+    found = summary(mixture.jobs, mixture.alone, mixture.answers) | at_the_end(books, growth)
+    found["alone_s"] = round(alone_s, 1)
     if given.json is not None:
         options = {name: value for name, value in vars(given).items() if name != "json"}
         written = {"machine": asdict(machine), "options": options, **found}
         written["memory_mib"] = {name: asdict(one) for name, one in growth.items()}
         given.json.write_text(json.dumps(written, indent=1) + "\n")
     _show(found, growth)
-    return 0 if found["equal"] == found["answers"] and books.is_clear and not found["grown"] else 1
+    return 0 if is_right(found) else 1
+
+
+def at_the_end(books: Books, growth: Mapping[str, Growth]) -> dict[str, Any]:
+    """What is still held, who did not answer, and which processes have grown."""
+    return {
+        "held_at_the_end": dict(books.held),
+        "silent_at_the_end": list(books.silent),
+        "grown": [name for name, one in growth.items() if one.is_leak],
+    }
+
+
+def is_right(found: Mapping[str, Any]) -> bool:
+    """Of `summary` and `at_the_end` together: every answer equal, nothing held, nothing grown."""
+    left = (found["held_at_the_end"], found["silent_at_the_end"], found["grown"])
+    return found["equal"] == found["answers"] and not any(left)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.chaos_streams import Answer, Choice
-from bench.mixed import summary
+from bench.fault_mesh import Books
+from bench.mixed import at_the_end, is_right, summary
 from bench.mixed_jobs import MIXED_KINDS, first_turn, model_jobs, next_turn
-from bench.process_memory import Memory, MemoryLog, numbers_of
+from bench.process_memory import Growth, Memory, MemoryLog, numbers_of
 
 MODELS = ("one", "one:red", "two")
 
@@ -51,6 +53,25 @@ def test_a_summary_tells_whose_answers_differ() -> None:
     assert found["errors"] == {"two, greedy: gone": 1}
     assert found["by_model"] == {"one": 1, "one:red": 2}
     assert found["alike_alone"] == {"greedy": 2}
+
+
+GROWS = Growth(100.0, 150.0, 100.0, 120.0, 150.0)
+STAYS = Growth(100.0, 150.0, 100.0, 120.0, 121.0)
+
+
+@pytest.mark.parametrize(
+    ("books", "growth", "text", "expected"),
+    [
+        (Books({}, {}, 0.0, ()), STAYS, "one", True),
+        (Books({}, {}, 0.0, ()), STAYS, "two", False),
+        (Books({"worker-0 kvmesh_worker_pins": 1.0}, {}, 0.0, ()), STAYS, "one", False),
+        (Books({}, {}, 0.0, ("router-0",)), STAYS, "one", False),
+        (Books({}, {}, 0.0, ()), GROWS, "one", False),
+    ],
+)
+def test_what_a_run_has_to_end_with(books: Books, growth: Growth, text: str, *, expected: bool) -> None:
+    found = summary(model_jobs("one", 8, 0)[:1], {0: said(0, "one")}, [said(0, text)])
+    assert is_right(found | at_the_end(books, {"router-0": growth})) is expected
 
 
 def said(job: int, text: str) -> Answer:
