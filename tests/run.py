@@ -11,14 +11,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 PASSED, FAILED = 0, 1
 # For the meshes of an interrupted run to be taken down.
 STOP_WITHIN_S = 60.0
+_LOOK_EVERY_S = 0.1
 CACHES = Path(".pytest_cache").absolute()
 # Real models and whole meshes: about as long as all that is in no other phase.
 MODELS = ("tests/e2e", "tests/envoy", "tests/worker")
@@ -72,7 +74,7 @@ def run(rows: Sequence[Sequence[Phase]], say: Say = print) -> int:
     lost = []
     for phase, tests in at_first.items():
         say("\n".join([f"{phase.name}: failed at first, and now run again alone:", *(f"  {test}" for test in tests)]))
-        with _Running(phase, "--last-failed", "--last-failed-no-failures", "none") as second:
+        with _running([phase], [None], "--last-failed", "--last-failed-no-failures", "none") as (second,):
             status = second.wait()
         if status not in (PASSED, FAILED):
             say(f"{phase.name}: pytest ended with {status}")
@@ -86,62 +88,74 @@ def run(rows: Sequence[Sequence[Phase]], say: Say = print) -> int:
 
 
 def _side_by_side(row: Sequence[Phase], say: Say) -> list[int]:
-    """Exit statuses. The first one's output is shown as it comes, the others' at their ends.
+    """Exit statuses. The first one's output is shown as it comes, the others' as they end.
 
-    When the first one ends in another way than by passed or failed tests, the others are not waited for.
+    When one ends in another way than by passed or failed tests, those that still run are ended, and have passed.
     """
-    first, *beside = row
-    with ExitStack() as running:
-        logs = [phase.caches / f"{phase.name}.log" for phase in beside]
-        others = [
-            running.enter_context(_Running(phase, "--cache-clear", log=log))
-            for phase, log in zip(beside, logs, strict=True)
-        ]
-        status = running.enter_context(_Running(first, "--cache-clear")).wait()
-        if status not in (PASSED, FAILED):
-            return [status, *([PASSED] * len(beside))]
-        statuses = [status]
-        for other, log in zip(others, logs, strict=True):
-            statuses.append(other.wait())
-            say(log.read_text(errors="replace"))
-        return statuses
+    logs = [None, *(phase.caches / f"{phase.name}.log" for phase in row[1:])]
+    statuses: dict[int, int] = {}
+    with _running(row, logs, "--cache-clear") as processes:
+        while len(statuses) < len(row) and not set(statuses.values()) - {PASSED, FAILED}:
+            time.sleep(_LOOK_EVERY_S)
+            for number, (process, log) in enumerate(zip(processes, logs, strict=True)):
+                if number not in statuses and process.poll() is not None:
+                    statuses[number] = process.wait()
+                    if log is not None:
+                        say(log.read_text(errors="replace"))
+    return [statuses.get(number, PASSED) for number in range(len(row))]
 
 
-class _Running:
-    """A run of a phase; one that still runs at the end of the block is interrupted, so that it stops what it started.
+@contextmanager
+def _running(
+    phases: Sequence[Phase], logs: Sequence[Path | None], *more: str
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Runs of phases; those that still run at the end of the block are interrupted, to stop what they have started.
 
-    In a process group of its own: an interrupt from a terminal reaches it once, by way of here.
+    Each is in a process group of its own: an interrupt from a terminal reaches it once, by way of here. logs: where its
+    output goes, None: where this process's does.
     """
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for phase, log in zip(phases, logs, strict=True):
+            phase.caches.mkdir(parents=True, exist_ok=True)
+            with log.open("wb") if log else nullcontext() as output:
+                command = phase.pytest(*more)
+                stderr = subprocess.STDOUT if log else None
+                processes.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=stderr, process_group=0)
+                )
+        yield processes
+    finally:
+        _end([process for process in processes if process.poll() is None])
 
-    def __init__(self, phase: Phase, *more: str, log: Path | None = None) -> None:
-        """log: where its output goes, if not where this process's goes."""
-        phase.caches.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") if log else nullcontext() as output:
-            self._process = subprocess.Popen(
-                phase.pytest(*more),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if log else None,
-                process_group=0,
-            )
 
-    def __enter__(self) -> _Running:
-        return self
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """All are told before any is waited for; who is impatient, or interrupts once more, has them killed."""
+    until_s = time.monotonic() + STOP_WITHIN_S
+    try:
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        for process in processes:
+            process.wait(max(0.0, until_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
-    def wait(self) -> int:
-        """Its exit status."""
-        return self._process.wait()
 
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is not None:
-            return
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(STOP_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main(rows: Sequence[Sequence[Phase]] = ROWS) -> int:
+    """`run` for a command: whoever is told to end ends what it runs, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    return run(rows, lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":
-    sys.exit(run(ROWS, lambda text: print(text, flush=True)))
+    sys.exit(main())

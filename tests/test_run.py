@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.run import Phase, run
+from tests.support.mesh import wait_for
 
 GOOD = "def test_good(): pass\n"
 BAD = "def test_bad(): assert False\n"
@@ -20,6 +24,15 @@ def test_once():
     seen.touch()
     assert not first
 """
+# Until it is interrupted; its process is in a file.
+LONG = """
+import os, pathlib, time
+def test_long():
+    name = pathlib.Path(__file__).stem.removeprefix("test_")
+    pathlib.Path(__file__).with_name(name + ".pid").write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -58,5 +71,23 @@ def test_what_cannot_be_run_ends_all_at_once(folder: Path, broken: str) -> None:
     assert run(rows, said.append) not in (0, 1)
     assert not (folder / "test_c.seen").exists(), "the next row is not begun"
     assert not any("failed at first" in line for line in said)
-    swapped = [rows[0][::-1]]
-    assert run(swapped, said.append) not in (0, 1)
+
+
+def test_nobody_is_waited_for_who_runs_beside_what_cannot_be_run(folder: Path) -> None:
+    row = [phase(folder, "a", LONG), phase(folder, "b", "import nothing_of_this_name\n")]
+    assert run([row], lambda _: None) not in (0, 1)
+
+
+def test_what_is_told_to_end_ends_what_it_runs(folder: Path) -> None:
+    rows = [[phase(folder, "one", LONG), phase(folder, "two", LONG)]]
+    code = f"from pathlib import *; from tests.run import *; main({rows!r})"
+    runner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    pids = [folder / "one.pid", folder / "two.pid"]
+    try:
+        wait_for(lambda: all(pid.exists() and pid.read_text() for pid in pids), within_s=60, what="both run")
+        runner.send_signal(signal.SIGTERM)
+        assert runner.wait(60) != 0
+    finally:
+        runner.kill()
+        runner.wait()
+    assert not any(Path("/proc", pid.read_text()).exists() for pid in pids)

@@ -12,7 +12,7 @@ import openai
 
 from services.cli.errors import CliError
 from services.common.bearer_keys import hash_key
-from tests.faults.test_rollout import ctl
+from tests.support.ctl import ctl
 from tests.support.mesh import MODEL, Mesh, total
 from tests.support.sim_mesh import running_sim_mesh
 from tests.support.waiting import eventually, eventually_async

@@ -22,7 +22,8 @@ from services.cli.requests import command
 from services.cli.state import StateDir
 from services.common.models import DEFAULT_MODEL, resolve_model
 from tests.faults import test_rollout
-from tests.faults.test_rollout import Load, ctl, load, until
+from tests.faults.test_rollout import Load, load, until
+from tests.support.ctl import ctl
 from tests.support.mesh import Mesh, running_mesh
 from tests.support.sim_mesh import running_sim_mesh
 

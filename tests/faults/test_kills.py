@@ -115,8 +115,10 @@ async def time_to_success(mesh: Mesh) -> float:
 
 
 def worker_of(seen: list[Stream]) -> str:
-    """A worker with a stream: where they land is the router's affair."""
-    return next((one for one in seen if not one.done), seen[0]).worker
+    """The worker of the stream that has most to say yet: where they land is the router's affair."""
+    running = [one for one in seen if not one.done]
+    assert running, "all had ended before the last began"
+    return min(running, key=lambda one: len(one.text)).worker
 
 
 async def kill_under_load(mesh: Mesh, name: str) -> tuple[str, list[Stream], list[float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -12,15 +11,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from services.cli.errors import CliError
-from services.cli.main import app
 from services.cli.state import StateDir
 from tests.faults.test_kills import events
+from tests.support.ctl import ctl
 from tests.support.mesh import MODEL, Mesh
 from tests.support.processes import clean_environment
 from tests.support.sim_mesh import SIM_ENVIRONMENT, running_sim_mesh
@@ -105,18 +102,6 @@ async def load(mesh: Mesh) -> AsyncIterator[Load]:
         results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [result for result in results if not isinstance(result, asyncio.CancelledError)] == []
     assert running.failures == []
-
-
-async def ctl(mesh: Mesh, *words: str) -> Any:
-    """What a command of `kvmesh ctl` says as JSON. Raises CliError."""
-
-    def run() -> Any:
-        result = CliRunner().invoke(app, ["ctl", *words, "--json", "--state", str(mesh.state)])
-        if result.exception is not None:
-            raise result.exception
-        return json.loads(result.stdout)
-
-    return await asyncio.to_thread(run)
 
 
 async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 90.0) -> None:

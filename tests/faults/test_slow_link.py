@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -164,7 +165,7 @@ def test_the_decision_follows_the_link(scene: Scene) -> None:
     assert sum(seen.planned > 0 for seen in slow) <= MOST_TRIALS
     assert scene.cut() > cut_before, "a pull that fell behind was given up"
     tried_s = [seen.ttft_s for seen in slow if seen.planned]
-    assert min(tried_s, default=0.0) < _TTFT_LIMIT * computing_s + _TTFT_SLACK_S
+    assert not tried_s or median_low(tried_s) < _TTFT_LIMIT * computing_s + _TTFT_SLACK_S
 
     scene.link.mend()
     recovered: list[Seen] = []
