@@ -55,11 +55,14 @@ class OutputRecord:
     def news(self, message: WorkerGenerateResponse, after: int = 0) -> WorkerGenerateResponse | None:
         """What a message of an attempt beside another has beyond the record; None: nothing. It is not noted.
 
+        Tokens of a choice that has ended are none, whatever they are: their worker may not have been told of the end.
         after: tokens of the choice up to the last that has come of the attempt, noted or not. Raises OutputDiverged
         when it has other tokens in the places of known ones, or leaves some out.
         """
         if not message.HasField("tokens"):
             return message
+        if self._ended[message.tokens.choice]:
+            return None
         token_ids, known = message.tokens.token_ids, self._tokens[message.tokens.choice]
         first = message.tokens.position
         num_known = max(0, min(len(known) - first, len(token_ids)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,12 +77,18 @@ class Client:
         self.move.asked()
         self.target = Drawer(num_choices, self.move.started())
         self.beside = Beside(self.record, 0.0)
+        self.ended: set[int] = set()
         self.now_s = 0.0
         self.is_switched = False
 
     def read_source(self) -> None:
         if self.source.said:
             self._give(self.source.said.popleft())
+
+    def end(self, choice: int) -> None:
+        """The client has all it wants of a choice; the target hears of that with what is said next."""
+        self.record.end(choice)
+        self.ended.add(choice)
 
     def hear_source(self) -> None:
         """What it says is told to the target, too."""
@@ -119,7 +125,7 @@ class Client:
     num_choices=st.integers(1, 3),
     steps=st.lists(
         st.tuples(
-            st.sampled_from(("source", "target", "hear_source", "hear_target", "dies")),
+            st.sampled_from(("source", "target", "hear_source", "hear_target", "end", "dies")),
             st.integers(0, 2),
             st.integers(1, 3),
         ),
@@ -139,6 +145,8 @@ def test_whoever_comes_first_no_token_is_lost_or_said_twice(
             client.source.draw(pick % num_choices, count)
         elif action == "target":
             client.target.draw(pick % num_choices, count)
+        elif action == "end":
+            client.end(pick % num_choices)
         elif action == "dies":
             client.source.said.clear() if count == 1 else None
             client.switch()
@@ -154,8 +162,13 @@ def test_whoever_comes_first_no_token_is_lost_or_said_twice(
     for choice in range(num_choices):
         own = [message.tokens for message in client.given if message.HasField("tokens")]
         token_ids = [token_id for tokens in own if tokens.choice == choice for token_id in tokens.token_ids]
-        assert token_ids == [drawn(choice, position) for position in range(MAX_TOKENS)]
-        assert sum(m.HasField("finish") and m.finish.choice == choice for m in client.given) == 1
+        whole = [drawn(choice, position) for position in range(MAX_TOKENS)]
+        num_finishes = sum(m.HasField("finish") and m.finish.choice == choice for m in client.given)
+        if choice in client.ended:
+            assert token_ids == whole[: len(token_ids)]
+            assert num_finishes <= 1
+        else:
+            assert (token_ids, num_finishes) == (whole, 1)
 
 
 def said(position: int, *token_ids: int, choice: int = 0) -> WorkerGenerateResponse:
@@ -198,6 +211,15 @@ def test_the_target_is_gone_over_to_at_a_good_moment(now_s: float, position: int
     assert beside.heard_target(said(position, 10 + position), now_s) == goes_over
 
 
+def test_what_is_drawn_of_a_choice_after_its_end_is_no_news() -> None:
+    record = OutputRecord(2, 100, ())
+    record.note(said(0, 5))
+    record.end(0)
+    for position in range(4):
+        assert record.news(said(position, 9)) is None
+    assert record.news(said(0, 5, choice=1)) is not None
+
+
 def test_all_choices_are_to_have_caught_up() -> None:
     record = OutputRecord(2, 100, ())
     beside = Beside(record, 0.0)
@@ -226,11 +248,20 @@ async def test_the_answer_is_the_undisturbed_one(
     """Whether the target is the slower or the faster one."""
     mesh.plan[:] = [script(mesh, cached=5)]
     expected = await reply(mesh, path, fields)
-    prompts = fields["prompt"] if isinstance(fields.get("prompt"), list) else ["one"]
-    mesh.plan[:] = [script(mesh, cached=5, pause_s=SLOW_S, move_after=2) for _ in prompts]
+    mesh.router.asks.clear()
+    num_prompts = len(fields["prompt"]) if isinstance(fields.get("prompt"), list) else 1
+    go_on = asyncio.Event()
+    source = {"cached": 5, "pause_s": SLOW_S, "move_after": 2, "go_on_after": go_on, "hang_after": 6}
+    mesh.plan[:] = [script(mesh, **source) for _ in range(num_prompts)]
     mesh.plan += [script(mesh, cached=64, draws_beside=True, pause_s=SLOW_S / speed)]
-    assert await reply(mesh, path, fields) == expected
-    assert len(mesh.workers[1].requests) == len(prompts)
+    others = mesh.workers[1].drawing_beside
+    call = asyncio.create_task(reply(mesh, path, fields))
+    await eventually(lambda: mesh.workers[1].drawing_beside >= others + num_prompts)
+    go_on.set()
+    assert await call == expected
+    await eventually(lambda: len(dones(mesh)) == 2 * num_prompts)
+    outcomes = Counter(done.outcome for done in dones(mesh))
+    assert outcomes == {OUTCOME_CANCELLED: num_prompts, OUTCOME_OK: num_prompts}
     await mesh.wait_idle()
 
 
@@ -246,11 +277,21 @@ async def test_the_source_is_left_for_a_target_that_has_caught_up(mesh: Mesh) ->
 
 @in_mesh
 async def test_a_target_that_draws_behind_is_told_what_its_source_says(mesh: Mesh) -> None:
-    told = mesh.workers[1].told_beside
-    slow = plain(mesh, draws_beside=True, pause_s=8 * SLOW_S)
-    mesh.plan[:] = [plain(mesh, pause_s=SLOW_S, move_after=1), slow]
-    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
-    assert mesh.workers[1].told_beside > told
+    drawing, go_on, draw, raw = mesh.workers[1], asyncio.Event(), asyncio.Event(), ""
+    told, others = drawing.told_beside, drawing.drawing_beside
+    mesh.plan[:] = [
+        plain(mesh, move_after=1, go_on_after=go_on, hang_after=6),
+        plain(mesh, draws_beside=True, draw_after=draw, pause_s=SLOW_S),
+    ]
+    beginning = mesh.text.tokenizer.decode(mesh.text.encode_text(ANSWER)[:6])
+    async for message in mesh.openai.Completions(HttpBody(data=json.dumps(STREAM).encode())):
+        raw += message.data.decode()
+        await eventually(lambda: drawing.drawing_beside > others)
+        go_on.set()
+        if len(text_of(raw)) >= len(beginning):
+            draw.set()
+    assert text_of(raw) == ANSWER
+    assert drawing.told_beside > told
     await mesh.wait_idle()
 
 
@@ -258,9 +299,14 @@ async def test_a_target_that_draws_behind_is_told_what_its_source_says(mesh: Mes
 @pytest.mark.parametrize("source", [{"fail_after": 4}, {}])
 @pytest.mark.parametrize("target", [{"fail_after": 0}, {"fail_after": 1}, {}])
 async def test_either_may_die_while_both_draw(mesh: Mesh, source: dict[str, int], target: dict[str, int]) -> None:
+    drawing, go_on = mesh.workers[1], asyncio.Event()
+    others = drawing.drawing_beside
     slow = plain(mesh, draws_beside=True, pause_s=3 * SLOW_S, **target)
-    mesh.plan[:] = [plain(mesh, pause_s=SLOW_S, move_after=2, **source), slow, plain(mesh)]
-    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    mesh.plan[:] = [plain(mesh, pause_s=SLOW_S, move_after=2, go_on_after=go_on, **source), slow, plain(mesh)]
+    call = asyncio.create_task(mesh.complete())
+    await eventually(lambda: drawing.drawing_beside > others)
+    go_on.set()
+    assert (await call)["choices"][0]["text"] == ANSWER
     await mesh.wait_idle()
 
 
