@@ -78,10 +78,13 @@ class SecondAttempt:
 
     def wanted(self, reason: MoveReason.ValueType, source_id: str) -> None:
         """The worker of the stream's attempt would rather not go on with it; one that leaves asks for good."""
+        is_leaving = reason == MOVE_REASON_DRAINING
         if self._move.stage is Stage.STAYING:
             self._avoided, self.times = [source_id], MoveTimes(time.monotonic())
-        is_leaving = reason == MOVE_REASON_DRAINING
-        self._relieves = not is_leaving
+            self._relieves = not is_leaving
+        elif is_leaving:
+            # Whatever else it wishes from now on.
+            self._relieves = False
         self._move.wanted(time.monotonic(), math.inf if is_leaving else _TRIES)
         self.pulse(time.monotonic())
 

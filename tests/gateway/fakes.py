@@ -95,7 +95,8 @@ class Script:
     """What a worker does with one request.
 
     `tokens` of every choice come one by one, those that are known aside; `by_choice`: of each its own. fail_after,
-    hang_after and move_after (when it would rather not go on) count what this attempt has said of each choice; it goes
+    hang_after and move_after (when it would rather not go on, for move_reason, and before every further token for
+    later_reason if there is one) count what this attempt has said of each choice; it goes
     on after such a wish once go_on_after is set.
     fail_admitted: it fails with this status once it is admitted.
     fail_held: it fails instead of being prepared. leave_held: it would rather not go on before it is. prepare_s:
@@ -103,7 +104,8 @@ class Script:
     the first token of one that is not held takes it so long, and does not come before answer_after. fail_scoring: it
     fails when it has told log probabilities of so many tokens of the prompt. leave_scoring: it would rather not go on
     while it tells them. repeats: how often the numbers of an embedding stand in it. draws_beside: it is told what
-    others draw, and each of its tokens takes pause_s, the first not before draw_after.
+    others draw, and each of its tokens takes pause_s, the first not before draw_after, those of other choices than the
+    first not before others_after; it leaves out the position leaves_out.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -117,6 +119,7 @@ class Script:
     hang_after: int | None = None
     move_after: int | None = None
     move_reason: MoveReason.ValueType = MOVE_REASON_DRAINING
+    later_reason: MoveReason.ValueType | None = None
     fail_held: bool = False
     leave_held: bool = False
     prepare_s: float = 0.0
@@ -125,6 +128,8 @@ class Script:
     takes_more: bool = False
     draws_beside: bool = False
     draw_after: asyncio.Event | None = None
+    others_after: asyncio.Event | None = None
+    leaves_out: int | None = None
     prefill_s: float = 0.0
     answer_after: asyncio.Event | None = None
     pause_s: float = 0.0
@@ -174,6 +179,7 @@ class FakeWorker(WorkerServicer):
     rounds: int = 0
     told_beside: int = 0
     drawing_beside: int = 0
+    said_beside: int = 0
     resumes: dict[int, asyncio.Queue[ResumeAttempt]] = field(default_factory=dict)
     # Says nothing any more; heeds no cancels.
     frozen: bool = False
@@ -322,7 +328,8 @@ class FakeWorker(WorkerServicer):
             if script.hang_after is not None and start >= script.hang_after:
                 await asyncio.Event().wait()
             if script.move_after is not None and start >= script.move_after:
-                yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=script.move_reason))
+                reason = script.move_reason if start == script.move_after else script.later_reason or script.move_reason
+                yield WorkerGenerateResponse(move_wanted=MoveWanted(reason=reason))
                 if script.go_on_after is not None:
                     await script.go_on_after.wait()
             for choice, rest in left.items():
@@ -369,7 +376,12 @@ class FakeWorker(WorkerServicer):
             if script.draw_after is not None:
                 await script.draw_after.wait()
             for choice, position in positions.items():
+                if choice and script.others_after is not None:
+                    await script.others_after.wait()
                 said[choice] = position + 1
+                if position == script.leaves_out:
+                    continue
+                self.said_beside += 1
                 part = tokens[choice][position : position + 1]
                 chunk = self._chunk(choice, part, request)
                 chunk.position = position

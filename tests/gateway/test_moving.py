@@ -108,6 +108,30 @@ async def test_only_who_must_go_is_content_with_a_worker_without_room(
     await mesh.wait_idle()
 
 
+async def test_a_worker_that_leaves_may_have_other_wishes_too(mesh: Mesh) -> None:
+    """The stream is to leave all the same, were it for a worker without room."""
+    go_on, raw = asyncio.Event(), ""
+    mesh.plan[:] = [
+        plain(mesh, move_after=1, later_reason=MOVE_REASON_SHORT_OF_BLOCKS, go_on_after=go_on, hang_after=4),
+        plain(mesh),
+    ]
+    beginning = mesh.text.tokenizer.decode(mesh.text.encode_text(ANSWER)[:4])
+    elsewhere = mesh.router.workers.pop("w1")
+    try:
+        async for message in mesh.openai.Completions(HttpBody(data=json.dumps(STREAM).encode())):
+            raw += message.data.decode()
+            await eventually(lambda: len(mesh.router.asks) > 1)
+            go_on.set()
+            if len(text_of(raw)) >= len(beginning):
+                mesh.router.workers["w1"] = elsewhere
+    finally:
+        mesh.router.workers["w1"] = elsewhere
+    assert text_of(raw) == ANSWER
+    assert len(mesh.router.asks) > 2
+    assert not any(ask.needs_room_now for ask in mesh.router.asks)
+    await mesh.wait_idle()
+
+
 async def test_the_source_is_left_right_after_a_token(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left in the middle of a step, it would have drawn one in vain that the client waits for."""
     monkeypatch.setattr(second_attempt, "_ALIGN_S", 60.0)
