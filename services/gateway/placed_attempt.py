@@ -41,6 +41,8 @@ class PlacedAttempt:
     is_held: bool = False
     # It began to draw while another did: what it says may be known.
     draws_beside: bool = False
+    # It has said other tokens than were known: the rest of what it says follows from these.
+    has_diverged: bool = False
     first_token_at_s: float = 0.0
     last_token_at_s: float = 0.0
     output_tokens: int = 0

@@ -133,12 +133,16 @@ class PlacedStream:
                 self._second.hand_off(attempt)
 
     def _news(self, attempt: PlacedAttempt, message: WorkerGenerateResponse) -> WorkerGenerateResponse | None:
-        """What of a message is not known already; None: nothing."""
+        """What of a message is not known already; None: nothing, as of all that follows a divergence."""
         if not attempt.draws_beside:
             return message
+        if attempt.has_diverged:
+            return None
         try:
             return self._output.news(message)
         except OutputDiverged:
+            attempt.has_diverged = True
+            self._second.has_diverged(attempt.worker_id)
             attempt.inbox.break_off(AttemptEnded(grpc.StatusCode.ABORTED, "it draws other tokens than were drawn"))
             return None
 
@@ -153,7 +157,7 @@ class PlacedStream:
             attempt.heard_tokens(len(message.tokens.token_ids))
             self._pauses.last_token_at_s = attempt.heard_at_s
             is_news = self._output.note(message)
-            self._second.heard_source()
+            self._second.heard_source(message.tokens.choice)
             if self._put_off is not None and attempt is self._open:
                 self._second.wanted(self._put_off.move_wanted.reason, attempt.worker_id)
             self._put_off = None

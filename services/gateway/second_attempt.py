@@ -122,14 +122,25 @@ class SecondAttempt:
         if self._is_ready and now_s - self.times.caught_up_at_s > _ALIGN_S:
             self.on_ready()
 
-    def heard_source(self) -> None:
+    def heard_source(self, choice: int) -> None:
         """The source has just produced a token, which the client has: no moment is better to leave it."""
         if self._is_ready:
             self.on_ready()
         elif self._beside is not None and self._target is not None:
-            self._beside.heard_source(time.monotonic())
+            try:
+                self._beside.heard_source(choice, time.monotonic())
+            except OutputDiverged:
+                self._stop_reading()
+                self._drop_diverged()
+                return
             if further := self._move.told():
                 self._target.inbox.resume(further)
+
+    def has_diverged(self, target_id: str) -> None:
+        """A target that was gone over to draws other tokens than were drawn before."""
+        self._may_draw_beside = False
+        self._count("diverged")
+        _log.info("move_failed", target_id=target_id, reason="diverged", phase="switched")
 
     @property
     def is_preparing(self) -> bool:
@@ -148,8 +159,7 @@ class SecondAttempt:
         brought = self._beside.brought if self._beside is not None else []
         self._target, self._is_ready, self._beside = None, False, None
         # The target's messages are for another reader now.
-        if self._task is not None and self._task is not asyncio.current_task():
-            self._task.cancel()
+        self._stop_reading()
         self.times.switched_at_s = time.monotonic()
         if self._handed_off_at_s:
             if is_move:
@@ -242,12 +252,19 @@ class SecondAttempt:
         try:
             is_time = beside.heard_target(message, time.monotonic())
         except OutputDiverged:
-            # The next one is to wait for its source's end.
-            self._may_draw_beside = False
-            self._fail("diverged", OUTCOME_CANCELLED)
+            self._drop_diverged()
             return
         if is_time:
             self.on_ready()
+
+    def _drop_diverged(self) -> None:
+        """The next target is to wait for its source's end."""
+        self._may_draw_beside = False
+        self._fail("diverged", OUTCOME_CANCELLED)
+
+    def _stop_reading(self) -> None:
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
 
     def _ready(self) -> None:
         """The target waits for its last word: until the source's next token, where that will be heard at once."""

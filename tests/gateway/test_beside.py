@@ -13,8 +13,9 @@ from google.api.httpbody_pb2 import HttpBody
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, PositionLogprobs
-from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_OK
+from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_OK, OUTCOME_WORKER_FAILED
 from kvmesh.v1.worker_pb2 import KnownOutput, TokenChunk, WorkerChoiceFinish, WorkerGenerateResponse
+from structlog.testing import capture_logs
 
 from services.gateway.beside import Beside
 from services.gateway.move import Move
@@ -92,8 +93,9 @@ class Client:
 
     def hear_source(self) -> None:
         """What it says is told to the target, too."""
+        choice = self.source.said[0].tokens.choice if self.source.said else 0
         self.read_source()
-        self.beside.heard_source(self.now_s)
+        self.beside.heard_source(choice, self.now_s)
         self.target.learn(self.move.told())
 
     def hear_target(self) -> None:
@@ -207,7 +209,7 @@ def test_the_target_is_gone_over_to_at_a_good_moment(now_s: float, position: int
     beside = Beside(record, 0.1)
     for number, at_s in enumerate((0.0, 0.1, 0.2)):
         record.note(said(number, 10 + number))
-        beside.heard_source(at_s)
+        beside.heard_source(0, at_s)
     assert beside.heard_target(said(position, 10 + position), now_s) == goes_over
 
 
@@ -229,6 +231,37 @@ def test_all_choices_are_to_have_caught_up() -> None:
     assert not beside.heard_target(said(2, 12), 0.2)
     assert beside.heard_target(said(0, 10, 11, choice=1), 0.3)
     assert [list(message.tokens.token_ids) for message in beside.brought] == [[11], [12], [11]]
+
+
+def test_what_the_target_has_said_first_is_compared_once_the_source_says_it() -> None:
+    record = OutputRecord(2, 100, ())
+    for choice in (0, 1):
+        record.note(said(0, 10, choice=choice))
+    for position, is_same in ((1, True), (2, False)):
+        beside = Beside(record, 0.0)
+        assert not beside.heard_target(said(position, 30 + position), 0.1)
+        assert len(beside.brought) == 1
+        record.note(said(position, 30 + position if is_same else 99))
+        if is_same:
+            beside.heard_source(0, 0.2)
+            assert beside.brought == []
+        else:
+            with pytest.raises(OutputDiverged):
+                beside.heard_source(0, 0.2)
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_what_is_close_is_told_by_the_time_between_two_tokens_of_a_choice(num_choices: int) -> None:
+    """The choices' tokens of one step come at one moment."""
+    record = OutputRecord(num_choices, 100, ())
+    beside = Beside(record, 0.0)
+    for number in range(3):
+        for choice in range(num_choices):
+            record.note(said(number, number, choice=choice))
+            beside.heard_source(choice, 0.1 * number)
+    for choice in range(1, num_choices):
+        beside.heard_target(said(2, 2, choice=choice), 0.21)
+    assert beside.heard_target(said(2, 2), 0.22)
 
 
 @in_mesh
@@ -308,6 +341,42 @@ async def test_either_may_die_while_both_draw(mesh: Mesh, source: dict[str, int]
     go_on.set()
     assert (await call)["choices"][0]["text"] == ANSWER
     await mesh.wait_idle()
+
+
+@in_mesh
+async def test_what_a_target_said_first_and_otherwise_is_not_given(mesh: Mesh) -> None:
+    """Of one choice, while the source is still the one that is read: it has all the say."""
+    go_on, whole, drawing = asyncio.Event(), variants(mesh).by_choice, mesh.workers[1]
+    mesh.plan[:] = [
+        variants(mesh, move_after=2, go_on_after=go_on, hang_after=5),
+        Script(by_choice=[[*whole[0][:2], *whole[1]], whole[1]], draws_beside=True, others_after=asyncio.Event()),
+        variants(mesh, draws_beside=True),
+    ]
+    before = drawing.said_beside
+    mesh.router.workers["w2"] = mesh.router.workers["w1"]
+    try:
+        call = asyncio.create_task(mesh.complete(n=2))
+        await eventually(lambda: drawing.said_beside > before)
+        go_on.set()
+        answer = await call
+    finally:
+        del mesh.router.workers["w2"]
+    texts = [mesh.text.tokenizer.decode(tokens) for tokens in whole]
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    await eventually(lambda: len(dones(mesh)) == 3)
+    outcomes = {done.attempt: done.outcome for done in dones(mesh)}
+    assert outcomes == {1: OUTCOME_CANCELLED, 2: OUTCOME_CANCELLED, 3: OUTCOME_OK}
+
+
+@in_mesh
+async def test_a_target_that_goes_astray_once_it_is_read_is_left_for_another(mesh: Mesh) -> None:
+    mesh.plan[:] = [plain(mesh, move_after=2, hang_after=6), plain(mesh, draws_beside=True, leaves_out=8), plain(mesh)]
+    with capture_logs() as lines:
+        assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    await eventually(lambda: len(dones(mesh)) == 3)
+    outcomes = {done.attempt: done.outcome for done in dones(mesh)}
+    assert outcomes == {1: OUTCOME_CANCELLED, 2: OUTCOME_WORKER_FAILED, 3: OUTCOME_OK}
+    assert [line["reason"] for line in lines if line["event"] == "move_failed"] == ["diverged"]
 
 
 @in_mesh
