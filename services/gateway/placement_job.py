@@ -130,6 +130,7 @@ class PlacementJob:
             objectives=objectives,
             requires=self.requirements,
             can_hand_off=not self.reads_prompt,
+            knows_too_large=True,
         )
 
     def ask_again(self, attempt: int, excluded: Sequence[str], asks_as: RequestClass, output: OutputRecord) -> Ask:

@@ -76,6 +76,8 @@ class Ask:
     can_hand_off: bool = False
     # Only workers that can start it at once: it is to relieve the one that has it.
     needs_room_now: bool = False
+    # The gateway tells a request that no worker has room for from one without a worker.
+    knows_too_large: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ class Placer:
             return Refused(RefusalReason.NO_WORKER, "every worker that could serve the request is excluded", RETRY_S)
         if not ready.any():
             return Refused(RefusalReason.NO_WORKER, "no worker of the model is ready", RETRY_S)
-        too_large = is_too_large(ask, self._table, model)
+        too_large = ask.knows_too_large and is_too_large(ask, self._table, model)
         reason = RefusalReason.TOO_LARGE if too_large else RefusalReason.NO_WORKER
         return Refused(reason, "no worker can finish such a request", RETRY_S)
 

@@ -161,6 +161,7 @@ def ask_of(message: router_pb2.Ask) -> Ask:
         requires=_requirements(message.requires),
         resumes=message.resumes,
         can_hand_off=message.can_hand_off,
+        knows_too_large=message.knows_too_large,
         needs_room_now=message.needs_room_now,
     )
 

@@ -59,14 +59,22 @@ def can_finish(identity: Identity, prompt: int, output: int, requires: Requireme
     )
 
 
-@given(st.lists(IDENTITIES, min_size=1, max_size=5), st.integers(1, 2000), st.integers(1, 2000), REQUIREMENTS)
+@given(
+    st.lists(IDENTITIES, min_size=1, max_size=5),
+    st.integers(1, 2000),
+    st.integers(1, 2000),
+    REQUIREMENTS,
+    st.booleans(),
+)
 def test_only_who_has_room_for_prompt_and_output_and_all_that_is_required(
-    identities: list[Identity], prompt: int, output: int, requires: Requirements
+    identities: list[Identity], prompt: int, output: int, requires: Requirements, knows: bool
 ) -> None:
+    """knows: what a gateway of an earlier release would take for a reason to wait."""
     scene = Scene()
     for number, identity in enumerate(identities):
         scene.worker(f"w{number}", IDLE, identity)
-    answer = scene.place(scene.ask([], tokens=prompt, max_output_tokens=2 * output, num_choices=2, requires=requires))
+    ask = scene.ask([], tokens=prompt, max_output_tokens=2 * output, num_choices=2, requires=requires)
+    answer = scene.place(replace(ask, knows_too_large=knows))
     numbered = [(f"w{number}", one) for number, one in enumerate(identities)]
     able = {name: one for name, one in numbered if can_finish(one, prompt, output, requires)}
     # A worker for prompts does all of a request only where nobody else can.
@@ -76,7 +84,8 @@ def test_only_who_has_room_for_prompt_and_output_and_all_that_is_required(
     else:
         assert not able
         has_room = any(can_finish(one, prompt, output, Requirements()) for one in identities)
-        assert answer.reason is (RefusalReason.NO_WORKER if has_room else RefusalReason.TOO_LARGE)
+        says_so = knows and not has_room
+        assert answer.reason is (RefusalReason.TOO_LARGE if says_so else RefusalReason.NO_WORKER)
 
 
 LOADS = st.builds(

@@ -323,6 +323,10 @@ async def test_what_cannot_be_served_is_refused(tmp_path: Path, valkey: Valkey, 
         assert unknown.reason == router_pb2.REFUSAL_REASON_UNKNOWN_MODEL
         nobody = (await stream.ask(chain(1), excluded_workers=["a", "b"])).refusal
         assert (nobody.reason, nobody.retry_after_s) == (router_pb2.REFUSAL_REASON_NO_WORKER, 1.0)
+        reasons = {True: router_pb2.REFUSAL_REASON_TOO_LARGE, False: router_pb2.REFUSAL_REASON_NO_WORKER}
+        for knows, reason in reasons.items():
+            large = await stream.ask(chain(1), max_output_tokens=10**7, knows_too_large=knows)
+            assert large.refusal.reason == reason
         crooked = (await stream.ask([BlockId(b"short")])).refusal
         assert crooked.reason == router_pb2.REFUSAL_REASON_UNSPECIFIED
         assert "block ids" in crooked.detail

@@ -323,6 +323,7 @@ async def test_a_line_that_no_worker_has_room_for_is_an_error_before_its_batch_e
     errors = await client.results(over["error_file_id"])
     assert {error["response"]["body"]["error"]["code"] for error in errors} == {"model_unavailable"}
     assert len(mesh.router.asks) == 2 * MAX_FAILURES
+    assert all(ask.knows_too_large for ask in mesh.router.asks)
 
 
 async def test_no_more_batches_than_a_tenant_may_have_open(mesh: Mesh) -> None:
