@@ -3,7 +3,7 @@
 Whoever has a prompt computed waits for all of its steps, so these compute no batch work, its decodes included; beside
 decodes of others it costs them little. A step that is under way cannot be left, so whoever arrives waits for its end:
 while more urgent requests come, batch work has short pieces of prompts. Where more urgent prompts never end, it still
-has a part of one step in many.
+has a part of one step in many, which is kept for it before they take theirs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Patience:
     def urgent_seen(self, now: float) -> None:
         """A more urgent request is here."""
         self._urgent_at_s = now
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step computes batch work whatever else it does."""
+        return self._steps_aside == _MOST_STEPS_ASIDE
 
     def stands_aside(self, *, beside_urgent: bool) -> bool:
         """Whether the next step computes no batch work. beside_urgent: it computes prompts of others.

@@ -2,10 +2,10 @@
 
 One mechanism: each step spends a token budget on bringing `num_computed` of sequences up to `num_tokens`. Decoding
 sequences come first, one token each, so that a long prompt does not stall them; then those that go on after a little
-output of another worker, for their clients wait; then chunks of running prefills; then
-waiting sequences, which start with the blocks that the pool has already. Batch work stands aside where prompts of
-others are computed (patience.py). When blocks run out the sequence that came
-last by (priority, arrival) gives up its blocks and waits; it resumes by recomputation, mostly from cached blocks.
+output of another worker, for which a client may wait; then chunks of running prefills; then waiting sequences, which
+start with the blocks that the pool has already. Batch work stands aside where prompts of others are computed, but for
+one step in many, in which some of its prompts come before these (patience.py). When blocks run out the sequence that
+came last by (priority, arrival) gives up its blocks and waits; it resumes by recomputation, mostly from cached blocks.
 
 Drafted tokens (speculation.py) are known to a step alone: it computes them behind the known ones, and only those that
 are drawn in their places become known.
@@ -23,7 +23,7 @@ sequence is never preempted for another, so work always ends: a held one ends wh
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 
 from services.common.blocks import BLOCK_TOKENS
@@ -35,12 +35,11 @@ from services.worker.chunk import MOST_ROWS_READ, Advance, Chunk, prompt_chunk
 from services.worker.errors import Refused
 from services.worker.moves import MoveWishes
 from services.worker.patience import Patience, is_patient
+from services.worker.prompt_budget import MIN_PREFILL_TOKENS, prompt_budget, prompt_chunks
 from services.worker.queue_state import QueueState, queue_state
 from services.worker.registration import Registration
 from services.worker.sequence import Known, Request, Sequence, Status, blocks_for
 from services.worker.speculation import Speculation
-
-MIN_PREFILL_TOKENS = 32
 
 
 class Scheduler:
@@ -150,24 +149,24 @@ class Scheduler:
 
         Batch work is in where it does not stand aside. costs: of steps, as learned.
         """
-        chunks: list[Chunk] = []
-        for sequence in tuple(self._running):
-            if sequence.status is Status.RUNNING and self._ensure_slots(sequence) and sequence.is_decoding:
-                chunks.append(Chunk(sequence, sequence.num_computed, 1, draws=True))
+        decoding = [
+            Chunk(sequence, sequence.num_computed, 1, draws=True)
+            for sequence in tuple(self._running)
+            if sequence.status is Status.RUNNING and self._ensure_slots(sequence) and sequence.is_decoding
+        ]
         behind = [one for one in self._running if one.has_slots and one.is_catching_up]
         catching_up = [prompt_chunk(one, one.num_due, MOST_ROWS_READ) for one in behind]
-        # However many decode, prefills go on, or the first long answers would shut out everybody else.
-        budget = max(token_budget - len(chunks), min(token_budget, MIN_PREFILL_TOKENS))
-        if any(chunk.draws for chunk in catching_up):
-            # Their clients wait for this one step: it is kept short.
-            budget = min(budget, MIN_PREFILL_TOKENS)
-        chunks += catching_up
+        chunks = decoding + catching_up
         if any(line and not is_patient(line[0].request) for line in (self._running, self._waiting)):
             self._patience.urgent_seen(now)
-        prompts = _prompt_chunks(self._prefills(now, patient=False), budget, MOST_ROWS_READ)
+        is_due = self._patience.is_due
+        budget = prompt_budget(token_budget, decoding if is_due else _urgent(decoding), catching_up)
+        kept = self._kept_for_patient(budget) if is_due else 0
+        prompts = prompt_chunks(self._prefills(now, patient=False), budget - kept, MOST_ROWS_READ - kept)
         if self._patience.stands_aside(beside_urgent=bool(prompts)):
-            chunks = [chunk for chunk in chunks if not is_patient(chunk.sequence.request)]
+            chunks = _urgent(chunks)
         else:
+            budget = prompt_budget(token_budget, decoding, catching_up)
             prompts += self._patient_prompts(prompts, budget, token_budget, now)
         budget -= sum(chunk.length for chunk in prompts)
         chunks = self.speculation.extend(chunks + prompts, budget, costs, len(self._running))
@@ -205,39 +204,60 @@ class Scheduler:
         left = budget - sum(chunk.length for chunk in others)
         readable = MOST_ROWS_READ - sum(chunk.read for chunk in others)
         most = self._patience.most_tokens(token_budget, MIN_PREFILL_TOKENS, now)
-        return _prompt_chunks(self._prefills(now, patient=True), min(left, most), readable)
+        return prompt_chunks(self._prefills(now, patient=True), min(left, most), readable)
+
+    def _kept_for_patient(self, budget: int) -> int:
+        """Tokens that prompts of batch work have before those of others, in the step that is its turn."""
+        is_prompt = any(is_patient(one.request) and not one.is_decoding for one in self._running)
+        waits = bool(self._waiting) and is_patient(self._waiting[-1].request)
+        return min(MIN_PREFILL_TOKENS, -(-budget // 2)) if is_prompt or waits else 0
 
     def _prefills(self, now: float, *, patient: bool) -> Iterator[Sequence]:
         """Running prefills, then waiting sequences as they start, while there is room: of batch work, or all others."""
         running = [s for s in self._running if is_patient(s.request) is patient and s.has_slots]
         yield from [s for s in running if not (s.is_decoding or s.is_catching_up)]
-        while (sequence := self._next_waiting()) is not None:
-            if is_patient(sequence.request) and not patient:
-                return
-            lacking = 0
-            if len(self._running) >= self._limits.max_running or (lacking := self._start(sequence, now)):
+        while (sequence := self._next_to_start(patient=patient)) is not None:
+            lacking = self._lacking(sequence)
+            if lacking is not None:
                 # Nobody overtakes a sequence that lacks blocks, or it might wait for ever.
                 self.moves.make_room(sequence.request, self._running, lacking, self._freed_by)
                 return
+            self._start(sequence, now)
             self._waiting.remove(sequence)
             bisect.insort(self._running, sequence, key=_order)
             yield sequence
 
-    def _next_waiting(self) -> Sequence | None:
-        """The first that may start; siblings of a leader start when their prompt has been computed."""
-        return next((s for s in self._waiting if s.request.prefilled or s is s.request.leader), None)
+    def _next_to_start(self, *, patient: bool) -> Sequence | None:
+        """The first that may start; siblings of a leader start when their prompt has been computed.
 
-    def _start(self, sequence: Sequence, now: float) -> int:
-        """Take hits and slots for all known tokens: 0; or how many blocks are missing, and nothing is taken."""
-        pool, request = self._pool, sequence.request
-        hits = pool.match(sequence.hit_ids) if self._limits.prefix_cache else []
+        patient: of batch work, which overtakes those that lack tokens of a step alone, and no others.
+        """
+        able = (s for s in self._waiting if s.request.prefilled or s is s.request.leader)
+        first = next(able, None)
+        if first is None or is_patient(first.request) is patient:
+            return first
+        if not patient:
+            return None
+        return first if self._lacking(first) is not None else next((s for s in able if is_patient(s.request)), None)
+
+    def _hits(self, sequence: Sequence) -> list[int]:
+        return self._pool.match(sequence.hit_ids) if self._limits.prefix_cache else []
+
+    def _lacking(self, sequence: Sequence) -> int | None:
+        """Blocks that are missing for its start, 0 where a place is; None: it can start."""
+        if len(self._running) >= self._limits.max_running:
+            return 0
+        pool, hits = self._pool, self._hits(sequence)
         needed = blocks_for(sequence.num_tokens) - len(hits)
         # Running sequences need a block each before long: starting without a reserve would preempt at once.
         lacking = needed + len(self._running) - (pool.num_available - pool.count_unreferenced(hits))
-        if lacking > 0:
-            return lacking
+        return lacking if lacking > 0 else None
+
+    def _start(self, sequence: Sequence, now: float) -> None:
+        """Take hits and slots for all known tokens."""
+        pool, request, hits = self._pool, sequence.request, self._hits(sequence)
         pool.hold(hits)
-        fresh = pool.allocate(needed)
+        fresh = pool.allocate(blocks_for(sequence.num_tokens) - len(hits))
         assert fresh is not None
         sequence.use_slots(hits + fresh)
         sequence.num_computed = len(hits) * BLOCK_TOKENS
@@ -247,7 +267,6 @@ class Scheduler:
             request.first_step_s = now
             _count_cached(request, len(hits))
         self._note_prefilled(sequence, now)
-        return 0
 
     def _freed_by(self, request: Request) -> int:
         """Blocks that its going would free."""
@@ -326,19 +345,9 @@ def _unheard(request: Request, further: Mapping[int, Known]) -> dict[int, Known]
     return {choice: output for choice, output in further.items() if choice not in drawn} | new
 
 
-def _prompt_chunks(sequences: Iterable[Sequence], budget: int, readable: int) -> list[Chunk]:
-    """Of the first of them, as many tokens together; the next one is asked for while any are left."""
-    chunks: list[Chunk] = []
-    for sequence in sequences if budget else ():
-        chunk = prompt_chunk(sequence, budget, readable)
-        if not chunk.length:
-            continue
-        budget -= chunk.length
-        readable -= chunk.read
-        chunks.append(chunk)
-        if not budget:
-            break
-    return chunks
+def _urgent(chunks: Items[Chunk]) -> list[Chunk]:
+    """Those that are not of batch work."""
+    return [chunk for chunk in chunks if not is_patient(chunk.sequence.request)]
 
 
 def _count_cached(request: Request, hits: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.worker.messages import Abort, HolderRun, MoveRequested, PreparedRequest, Resume, StepOutput
 from services.worker.mover_messages import CancelPull
-from services.worker.scheduler import MIN_PREFILL_TOKENS
+from services.worker.prompt_budget import MIN_PREFILL_TOKENS
 from tests.worker.cores import known_output, make_core, submit
 from tests.worker.test_known_output import NUM_BLOCKS, PROMPT, Toy
 from tests.worker.toy import ToyRunner, expected_tokens
