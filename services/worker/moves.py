@@ -40,21 +40,23 @@ class MoveWishes:
     ) -> None:
         """`waiting` lacks a place (lacking 0) or so many blocks: ask the last of `running`, if that is less urgent.
 
-        Once for each. freed: blocks that somebody's going would free. Where nobody is less urgent and blocks are
-        lacking, somebody goes for whom another worker has room, which it may not have for `waiting` (Llumnix calls that
-        de-fragmentation; Sun et al., OSDI 2024): the one with the fewest blocks that are enough, else with the most.
-        One at a time; who cannot go keeps the others from being asked, for they could hardly.
+        For a place once; for blocks one after another, for what one frees may not be enough. freed: blocks that
+        somebody's going would free. Where nobody is less urgent and blocks are lacking, somebody of its own class goes
+        for whom another worker has room, which it may not have for `waiting` (Llumnix calls that de-fragmentation; Sun
+        et al., OSDI 2024): the one with the fewest blocks that are enough, else with the most. Who cannot go keeps the
+        others from being asked for blocks, for they could hardly.
         """
-        if waiting.wanted_room:
+        is_asked = any(s.request.asked_to_move for s in running) if lacking else waiting.wanted_room
+        if is_asked:
             return
         less_urgent = [s.request for s in reversed(running) if s.request.priority > waiting.priority]
         last = next((request for request in less_urgent if _may_ask(request)), None)
         if last is not None:
             waiting.wanted_room = True
             self._wish(last, "priority")
-        elif lacking and not waiting.asked_to_move and not any(s.request.asked_to_move for s in running):
-            others = {s.request.key: s.request for s in reversed(running) if _may_ask(s.request)}
-            by_blocks = [(freed(request), request) for request in others.values()]
+        elif lacking and not waiting.asked_to_move:
+            peers = {s.request.key: s.request for s in reversed(running) if s.request.priority == waiting.priority}
+            by_blocks = [(freed(request), request) for request in peers.values() if _may_ask(request)]
             enough = [one for one in by_blocks if one[0] >= lacking]
             if by_blocks:
                 pick = min(enough, key=_blocks) if enough else max(by_blocks, key=_blocks)

@@ -316,6 +316,35 @@ def test_where_nobody_is_enough_those_with_the_most_blocks_go_one_after_another(
     assert len(moves(toy)) == 2
 
 
+def test_less_urgent_attempts_go_one_after_another_until_there_are_blocks_and_then_peers() -> None:
+    toy = Toy(make_core(28, budget=400, max_queue_s=100.0), ToyRunner(28))
+    for key, length, priority in ((1, 190, 1), (2, 90, 2), (3, 20, 2), (4, 20, 2)):
+        toy.tell(submit(key, [key] * length, 30, priority=priority))
+    toy.run(2)
+    toy.tell(submit(5, [5] * 240, 5, priority=1))
+    toy.run(2)
+    for gone, further in ((4, 3), (3, 2), (2, 1)):
+        assert moves(toy)[-1][0] == gone, "one at a time"
+        toy.tell(Abort(gone))
+        toy.run(2)
+        assert moves(toy)[-1] == (further, "priority" if further > 1 else "defragmentation")
+    toy.tell(Abort(1))
+    toy.run(8)
+    assert toy.usage(5).output_tokens == 5
+    assert len(moves(toy)) == 4
+
+
+def test_nobody_goes_for_a_long_prompt_that_is_less_urgent() -> None:
+    toy = Toy(make_core(28, budget=400, max_queue_s=100.0), ToyRunner(28))
+    for key, length in ((1, 90), (2, 150)):
+        toy.tell(submit(key, [key] * length, 30, priority=1))
+    toy.run(2)
+    toy.tell(submit(3, [3] * 230, 5, priority=3))
+    toy.run()
+    assert moves(toy) == []
+    assert toy.usage(3).output_tokens == 5
+
+
 def test_nobody_goes_for_want_of_a_place_that_another_of_the_same_class_has() -> None:
     toy = Toy(make_core(NUM_BLOCKS, max_running=2, max_queue_s=100.0))
     for key in (1, 2, 3):
