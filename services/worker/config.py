@@ -117,7 +117,10 @@ class WorkerSettings(ServiceSettings):
     )
     max_adapter_rank: int = Field(64, ge=1, le=LARGEST_RANK, description="Highest rank of an adapter.")
     max_adapter_bytes: int = Field(
-        2**30, ge=2**21, description="Most memory of these adapters together; one that is larger alone is refused."
+        2**30,
+        ge=2**21,
+        description="Most memory of these adapters together; one that is larger alone is refused. Those that are being "
+        "read, up to 8, come on top.",
     )
     max_adapter_waiting: int = Field(
         64, ge=0, description="Most requests that wait for a place for their adapter; further ones go elsewhere."

@@ -52,6 +52,8 @@ class Residency:
         """max_waiting: requests that may wait for a slot. max_bytes: of all loaded adapters."""
         self.evictions = 0
         self._max_bytes = max_bytes
+        # Of the smallest adapter that was to be loaded; 0: none was.
+        self._least_bytes = 0
         self._slots = [_Slot() for _ in range(num_slots)]
         self._by_digest: dict[bytes, int] = {}
         # Slot of each request that holds one.
@@ -80,6 +82,14 @@ class Residency:
         return sum(slot.is_idle for slot in self._slots)
 
     @property
+    def num_open(self) -> int:
+        """The same as far as those that are held leave memory, for adapters as small as any so far."""
+        if not self._least_bytes:
+            return self.num_idle
+        held = sum(slot.num_bytes or self._least_bytes for slot in self._slots if not slot.is_idle)
+        return min(self.num_idle, max(0, self._max_bytes - held) // self._least_bytes)
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot."""
         return len(self._waiting)
@@ -93,6 +103,10 @@ class Residency:
     def waits(self, key: int) -> bool:
         """Whether the request waits for a slot."""
         return key in self._waiting
+
+    def has_slot(self, digest: bytes) -> bool:
+        """Whether the adapter has one, loaded or not."""
+        return digest in self._by_digest
 
     def has_room(self, digest: bytes) -> bool:
         """Whether a request for this adapter may ask."""
@@ -117,6 +131,7 @@ class Residency:
 
     def make_room(self, num_bytes: int) -> list[int] | None:
         """The slots whose adapters have given way to one of so many bytes; None, and none has, where they cannot."""
+        self._least_bytes = min(num_bytes, self._least_bytes or num_bytes)
         missing = self.resident_bytes + num_bytes - self._max_bytes
         emptied: list[int] = []
         for number in sorted(self._idle(), key=lambda number: self._slots[number].turn):
@@ -152,6 +167,13 @@ class Residency:
         asked = [(key, since) for key, (_, since) in self._waiting.items()]
         asked += [pair for slot in loading for pair in slot.holders.items()]
         keys = [key for key, since in asked if now - since > max_wait_s]
+        for key in keys:
+            self.release(key)
+        return keys
+
+    def drop_absent(self) -> list[int]:
+        """Requests that wait for a slot for an adapter that has none; they are forgotten."""
+        keys = [key for key, (digest, _) in self._waiting.items() if not self.has_slot(digest)]
         for key in keys:
             self.release(key)
         return keys

@@ -19,7 +19,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
 
 class AdapterFigures(msgspec.Struct, frozen=True, array_like=True):
     """resident: digests of the loaded adapters, the most recently used first; resident_bytes: of these together. idle:
-    slots that another could have now.
+    slots that another could have now, as far as there is memory for it.
 
     The others are counts and seconds since the start: loads and what they took, failed ones, adapters that gave way to
     others, requests that had to wait for a slot and, of the present, those that wait; stalls: loads that were given up

@@ -3,8 +3,9 @@
 A read may hang for good (a network file system whose server is gone), and nothing can end a thread that does. So each
 load has a thread, a few run at once, and one that is slow no longer counts among these. One that is not done in time
 is given up: its slot is free again and what it may still bring is dropped, but its thread is counted until it ends, and
-while it is there the same adapter is refused at once. Where all threads hang, loads wait, and whoever wants them goes
-elsewhere. Threads are daemons: one that hangs does not keep the process from ending.
+while it is there the same adapter is refused at once. One that gets no thread in that time is given up as well; where
+all threads hang (`is_stuck`) none should begin. Threads are daemons: one that hangs does not keep the process from
+ending.
 
 Owned by the loop's thread; only futures are shared with the others.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common.adapter_files import InvalidAdapter
 from services.worker.adapters.source import AdapterRef
@@ -40,11 +41,12 @@ class LoadStalled(InvalidAdapter):
 
 @dataclass(slots=True)
 class _Load:
-    """started_s: None while it waits for a thread."""
+    """asked_s: when it was begun; started_s: when it got a thread, None while it waits for one."""
 
     slot: int
     adapter: AdapterRef
     future: Future[Loaded]
+    asked_s: float
     started_s: float | None = None
 
 
@@ -52,7 +54,7 @@ class AdapterLoads:
     """stalls: loads that were given up so far."""
 
     def __init__(self, load: Callable[[AdapterRef], Loaded], *, most_s: float) -> None:
-        """load: runs on the threads. most_s: a load that takes longer is given up."""
+        """load: runs on the threads. most_s: a load that takes longer, or waits longer for a thread, is given up."""
         self.stalls = 0
         self._load = load
         self._most_s = most_s
@@ -64,10 +66,15 @@ class AdapterLoads:
         """Loads that were given up and whose threads are still there."""
         return len(self._given_up)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all threads hang."""
+        return self.num_given_up >= MOST_THREADS
+
     def begin(self, slot: int, adapter: AdapterRef, now: float) -> None:
         """Load an adapter for a slot for which nothing is being loaded."""
         assert slot not in self._loads
-        load = _Load(slot, adapter, Future())
+        load = _Load(slot, adapter, Future(), now)
         self._loads[slot] = load
         if any(one.adapter == adapter for one in self._given_up):
             load.future.set_exception(LoadStalled())
@@ -77,17 +84,24 @@ class AdapterLoads:
         """The loads that have ended since, or were given up: futures that are done."""
         self._given_up = [one for one in self._given_up if not one.future.done()]
         ended = [one for one in self._loads.values() if one.future.done()]
-        for one in self._loads.values():
-            if one.started_s is not None and now - one.started_s > self._most_s and not one.future.done():
-                self.stalls += 1
-                self._given_up.append(one)
-                stalled: Future[Loaded] = Future()
-                stalled.set_exception(LoadStalled())
-                ended.append(_Load(one.slot, one.adapter, stalled))
+        ended += [self._give_up(one) for one in self._loads.values() if self._is_late(one, now)]
         for one in ended:
             del self._loads[one.slot]
         self._start_waiting(now)
         return [(one.slot, one.adapter, one.future) for one in ended]
+
+    def _is_late(self, load: _Load, now: float) -> bool:
+        since_s = load.asked_s if load.started_s is None else load.started_s
+        return now - since_s > self._most_s and not load.future.done()
+
+    def _give_up(self, load: _Load) -> _Load:
+        """What is told in its place; its own future is its thread's, if it has one."""
+        self.stalls += 1
+        if load.started_s is not None:
+            self._given_up.append(load)
+        stalled: Future[Loaded] = Future()
+        stalled.set_exception(LoadStalled())
+        return replace(load, future=stalled)
 
     def _start_waiting(self, now: float) -> None:
         running = [one for one in self._loads.values() if one.started_s is not None and not one.future.done()]

@@ -3,7 +3,8 @@
 An adapter is read, checked against the digest that it is asked for by, and brought into the decoder's form beside the
 loop; the loop's thread then stores one address. A slot changes only while nobody holds it (residency.py), so that no
 step sees another adapter than its sequences have. When its size is known, it is loaded where those that are held leave
-room for it (`max_bytes`); otherwise whoever wants it is sent elsewhere.
+room for it (`max_bytes`); otherwise whoever wants it is sent elsewhere. So is at once, while all threads that load
+hang, whoever wants one that is not there: nothing gives way for it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from services.worker.model.config import ModelConfig
 _WEIGHT_OF_NEWEST = 0.2
 _ASSUMED_LOAD_S = 0.1
 _SHOWN_DIGITS = 12
+# With this code the gateway asks for other workers first.
+_FULL = Refused("FAILED_PRECONDITION", "the adapters of others leave no memory for the request's")
+_STUCK = Refused("FAILED_PRECONDITION", "no further adapter can be loaded: files of others cannot be read")
 _log = structlog.get_logger()
 
 
@@ -57,6 +61,8 @@ class Adapters:
         self._loading = AdapterLoads(self._timed, most_s=max_wait_s)
         # Of the requests that have not ended.
         self._wanted: dict[int, AdapterRef] = {}
+        # Told by the next `take`.
+        self._refused: list[tuple[int, Refused]] = []
         self._loads = self._failures = self._waits = 0
         self._load_seconds = 0.0
         self._load_s = _ASSUMED_LOAD_S
@@ -64,7 +70,7 @@ class Adapters:
     @property
     def is_settled(self) -> bool:
         """See AdapterSource."""
-        return self._residency.is_settled
+        return self._residency.is_settled and not self._refused
 
     @property
     def figures(self) -> AdapterFigures:
@@ -72,7 +78,7 @@ class Adapters:
         residency = self._residency
         return AdapterFigures(
             resident=residency.resident,
-            idle=residency.num_idle,
+            idle=0 if self._loading.is_stuck else residency.num_open,
             loads=self._loads,
             load_seconds=self._load_seconds,
             failures=self._failures,
@@ -90,6 +96,9 @@ class Adapters:
 
     def begin(self, key: int, adapter: AdapterRef, now: float) -> None:
         """See AdapterSource."""
+        if self._loading.is_stuck and not self._residency.has_slot(adapter.digest):
+            self._refused.append((key, _STUCK))
+            return
         before = self._residency.num_waiting
         self._wanted[key] = adapter
         self._residency.ask(key, adapter.digest, now)
@@ -98,11 +107,14 @@ class Adapters:
 
     def take(self, now: float) -> Sequence[tuple[int, int | Refused]]:
         """See AdapterSource."""
-        outcomes: list[tuple[int, int | Refused]] = []
+        outcomes: list[tuple[int, int | Refused]] = [*self._refused]
+        self._refused.clear()
         for slot, adapter, loaded in self._loading.take(now):
             outcomes += self._settle(slot, adapter, loaded)
         late = Refused("RESOURCE_EXHAUSTED", "no place for the request's adapter has become free in time")
         outcomes += [(key, late) for key in self._residency.late(now, self._max_wait_s)]
+        if self._loading.is_stuck:
+            outcomes += [(key, _STUCK) for key in self._residency.drop_absent()]
         self._residency.serve(now)
         outcomes += self._residency.take_granted()
         self._start_loads(now)
@@ -130,9 +142,9 @@ class Adapters:
             return [(key, refused) for key in self._residency.failed(slot)]
         emptied = self._residency.make_room(prepared.num_bytes)
         if emptied is None:
-            full = Refused("RESOURCE_EXHAUSTED", "the adapters of others leave no memory for the request's")
+            self._failures += 1
             _log.warning("an adapter has no room", adapter=digest, bytes=prepared.num_bytes)
-            return [(key, full) for key in self._residency.failed(slot)]
+            return [(key, _FULL) for key in self._residency.failed(slot)]
         for number in emptied:
             self._table.put(number, None)
         self._table.put(slot, prepared)

@@ -189,14 +189,56 @@ def test_an_adapter_for_which_held_ones_leave_no_memory_sends_its_request_elsewh
     engine.core.handle(submit(1, PROMPT, 200, adapter=REFS[1]), 0.0)
     engine.until(lambda: len(engine.turn()) == 1)
     engine.core.handle(submit(2, PROMPT, 2, adapter=LARGE), 0.0)
-    engine.until(lambda: engine.failures() == {2: "RESOURCE_EXHAUSTED"})
+    # As one that cannot be loaded: the gateway tries workers before it comes back.
+    engine.until(lambda: engine.failures() == {2: "FAILED_PRECONDITION"})
     assert engine.adapters.figures.resident == [REFS[1].digest]
+    assert engine.adapters.figures.failures == 1
     engine.core.handle(Abort(1), 0.0)
     engine.core.handle(submit(3, PROMPT, 2, adapter=LARGE), 0.0)
     engine.until(lambda: 3 in engine.completed())
     assert engine.adapters.figures.resident == [LARGE.digest]
     assert engine.adapters.figures.resident_bytes == MAX_BYTES
     assert [digest for digest in engine.table.slots.values() if digest] == [LARGE.digest]
+
+
+def test_no_place_is_told_where_held_adapters_leave_no_memory(engine: Engine) -> None:
+    engine.gate.set()
+    engine.core.handle(submit(1, PROMPT, 200, adapter=LARGE), 0.0)
+    engine.until(lambda: len(engine.turn()) == 1)
+    assert engine.adapters.figures.idle == 0
+    engine.core.handle(Abort(1), 0.0)
+    assert engine.adapters.figures.idle == 1, "for one as large"
+
+
+def test_where_all_threads_hang_those_that_are_resident_stay(engine: Engine) -> None:
+    table, hanging = Table(num_slots=10), [AdapterRef(bytes([number]) * 16, "/hangs") for number in range(20, 30)]
+
+    def load(adapter: AdapterRef) -> PreparedAdapter:
+        assert adapter not in hanging or engine.gate.wait(WITHIN_S)
+        return Prepared(adapter.digest)
+
+    engine.adapters = adapters = Adapters(table, load, max_waiting=1, max_wait_s=MAX_WAIT_S, max_bytes=MAX_BYTES)
+    engine.core = make_core(adapters=adapters, max_running=20)
+    engine.core.handle(submit(1, PROMPT, 2, adapter=REFS[0]), 0.0)
+    engine.until(lambda: 1 in engine.completed())
+    # Eight get a thread each, and one waits for one.
+    for key, adapter in enumerate(hanging[:9], start=2):
+        engine.core.handle(submit(key, PROMPT, 2, adapter=adapter), 0.0)
+    for _ in range(12):
+        engine.now += 1.1
+        engine.turn()
+    assert engine.failures().keys() == set(range(2, 11))
+    assert not engine.core.is_preparing, "the loop may rest"
+    assert (adapters.figures.resident, adapters.figures.idle) == ([REFS[0].digest], 0)
+    for key, adapter in ((12, REFS[1]), (13, hanging[9]), (14, REFS[0])):
+        engine.core.handle(submit(key, PROMPT, 2, adapter=adapter), engine.now)
+    engine.until(lambda: 14 in engine.completed())
+    assert {engine.failures()[key] for key in (12, 13)} == {"FAILED_PRECONDITION"}
+    assert (adapters.figures.resident, adapters.figures.evictions) == ([REFS[0].digest], 0)
+    engine.gate.set()
+    engine.until(lambda: adapters.figures.idle == 10)
+    engine.core.handle(submit(15, PROMPT, 2, adapter=REFS[1]), engine.now)
+    engine.until(lambda: 15 in engine.completed())
 
 
 def test_files_that_never_come_keep_neither_a_slot_nor_the_other_adapters_waiting(engine: Engine) -> None:

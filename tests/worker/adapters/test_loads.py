@@ -84,20 +84,30 @@ def test_loads_that_hang_keep_others_from_their_threads_for_a_moment_only() -> N
     assert taken(loads, MOST_S + 1, lambda found: len(found) == 1)[0].result()[0] == Prepared()
 
 
-def test_threads_that_hang_are_bounded() -> None:
+def test_threads_that_hang_are_bounded_and_nobody_waits_for_them_for_ever() -> None:
     files = Files()
     loads = AdapterLoads(files.load, most_s=MOST_S)
     files.hang(*REFS)
-    now = 0.0
+    now, ended = 0.0, list[Future[Loaded]]()
     for slot, adapter in enumerate(REFS):
         loads.begin(slot, adapter, now)
     for _ in range(20):
-        now += 2.0
-        loads.take(now)
-    assert loads.num_given_up == MOST_THREADS == loads.stalls
+        now += 1.25
+        ended += [future for _, _, future in loads.take(now)]
+    assert loads.num_given_up == MOST_THREADS
+    assert loads.is_stuck
     assert len(files.read) <= MOST_THREADS
+    assert len(ended) == loads.stalls == len(REFS)
+    assert all(isinstance(future.exception(), LoadStalled) for future in ended)
     files.let_go()
-    taken(loads, now, lambda found: len(found) == len(REFS) - MOST_THREADS)
+    ends_s = time.monotonic() + WITHIN_S
+    while loads.num_given_up:
+        assert time.monotonic() < ends_s
+        loads.take(now)
+        time.sleep(0.001)
+    assert not loads.is_stuck
+    loads.begin(0, REFS[-1], now)
+    assert taken(loads, now, lambda found: len(found) == 1)[0].result()[0] == Prepared()
 
 
 def test_a_folder_without_an_adapter_is_read_again_when_it_has_changed_or_after_a_while(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ class Requests:
         self.residency = Residency(num_slots, max_waiting=max_waiting, max_bytes=max_bytes)
         self.now = 0.0
         self.next_key = 0
+        # Size of the smallest adapter that came so far.
+        self.least = 0
         # Of every request that has not ended its adapter, and of those that have a slot, which.
         self.wanted: dict[int, bytes] = {}
         self.given: dict[int, int] = {}
@@ -57,6 +59,8 @@ class Requests:
         slot = sorted(self.loading)[number % len(self.loading)]
         load = self.loading.pop(slot)
         emptied = None if fails else self.residency.make_room(size(load.digest))
+        if not fails:
+            self.least = min(size(load.digest), self.least or size(load.digest))
         held = {other for other in self.loaded if other in self.given.values()}
         if emptied is None and not fails:
             of_held = sum(size(self.loaded[other]) for other in held)
@@ -101,6 +105,9 @@ class Requests:
         idle = self.num_slots - len({*self.given.values(), *self.loading})
         assert self.residency.num_idle == idle
         assert not (idle and self.residency.num_waiting), "a slot is free while somebody waits"
+        held = sum(size(self.loaded[slot]) for slot in {*self.given.values()})
+        free = self.max_bytes - held - len(self.loading) * self.least
+        assert self.residency.num_open == (min(idle, max(0, free // self.least)) if self.least else idle)
 
 
 STEPS = st.lists(
