@@ -59,9 +59,10 @@ class LoadBoard:
         self._pauses = OwnPauses()
         self._watchers: set[Watcher] = set()
 
-    def reset(self) -> None:
-        """A new replica begins: nothing is known of it, and nobody watches it yet."""
+    def reset(self, now: float) -> None:
+        """A new replica begins: nothing is known of it, its silence counts from now, and nobody watches it yet."""
         self.load = None
+        self._engine_heard_s = self._mover_heard_s = now
         self.ready = self.draining = False
         self.ranks_heard_s = {}
         self._pauses = OwnPauses()

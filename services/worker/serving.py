@@ -6,6 +6,7 @@ What outlives a model (gRPC server, Redis connection, metrics) belongs to the wo
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 import structlog
@@ -59,7 +60,7 @@ class Serving:
         )
         targets = PushTargets(worker_id=replica.worker_id, host=host_name(settings), ramp_s=settings.node_ramp_s)
         self._keeper = TargetKeeper(around.watcher, targets)
-        around.board.reset()
+        around.board.reset(time.monotonic())
         self._kept = KeptStreams(max_kept=settings.max_kept_requests)
         self.front = Front(
             replica.engine,

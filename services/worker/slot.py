@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
@@ -119,7 +120,7 @@ class ModelSlot:
         finally:
             self.phase, self.replica, self._serving, self.model = Phase.IDLE, None, None, ""
             self._around.service.detach()
-            self._around.board.reset()
+            self._around.board.reset(time.monotonic())
             self.log.clear()
         if not self._closed:
             tell_ready(self._around, [])

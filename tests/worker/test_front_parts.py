@@ -93,6 +93,16 @@ def test_silence_of_either_child_shows() -> None:
     assert board.computing_silence_s(14.0) == pytest.approx(0.95)
 
 
+def test_silence_counts_from_the_beginning_of_a_replica_before_it_has_said_anything() -> None:
+    board = LoadBoard(engine_silence_s=1.0, mover_silence_s=3.0)
+    board.engine_heard(10.0)
+    board.ranks_heard_s["rank1"] = 10.0
+    board.reset(5000.0)
+    assert board.silences_s(5000.5) == [0.5, 0.5]
+    assert not board.is_silent(5000.5)
+    assert board.computing_silence_s(5001.5) == 1.5
+
+
 def test_a_pause_of_the_front_is_nobodys_silence() -> None:
     board = LoadBoard(engine_silence_s=1.0, mover_silence_s=3.0)
     for tick_s in (9.75, 10.0):
