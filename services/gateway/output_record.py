@@ -102,6 +102,11 @@ class OutputRecord:
         """Tokens of the first of these, of the first choice when there is none."""
         return self._tokens[self._spent().index(False) if self.num_open else 0]
 
+    def further_tokens(self) -> int:
+        """Tokens of all open choices but that one."""
+        is_spent = self._spent()
+        return sum([len(tokens) for choice, tokens in enumerate(self._tokens) if not is_spent[choice]][1:])
+
     def mark(self) -> Mark:
         """How far it has come."""
         return Mark(tuple(map(len, self._tokens)), tuple(self._spent()))

@@ -141,7 +141,7 @@ class PlacementJob:
         if known:
             ask.block_ids = self._block_ids_with(known)
         ask.prompt_tokens = self.prompt.num_tokens + len(known)
-        ask.num_choices = max(1, output.num_open)
+        ask.num_choices, ask.further_tokens = max(1, output.num_open), output.further_tokens()
         # A choice that lacks its finish alone still needs a place for one token.
         ask.max_output_tokens = max(1, self.prompt.max_tokens - len(known)) * ask.num_choices
         return ask

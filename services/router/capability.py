@@ -66,9 +66,13 @@ def _chosen(ask: Ask, table: WorkerTable, workers: ModelWorkers, tokens: int) ->
 
 
 def _has_room(ask: Ask, rows: WorkerRows) -> BoolArray:
-    """Where nobody waits, and it finds a place and blocks without anybody giving up theirs soon."""
-    sequences = rows["running"] + rows["pending"] + ask.num_choices
-    blocks = np.ceil(ask.prompt_tokens / rows["block_tokens"]) + sequences
+    """Where nobody waits, and it finds a place and blocks without anybody giving up theirs soon.
+
+    A request that runs has one sequence at least. The choices share the blocks of the prompt; each has those of its own
+    output, and every sequence soon one more.
+    """
+    sequences = np.maximum(rows["running"], rows["decoding"]) + rows["pending"] + ask.num_choices
+    blocks = np.ceil(ask.prompt_tokens / rows["block_tokens"]) + ask.further_tokens // rows["block_tokens"] + sequences
     has_places = (rows["waiting"] == 0) & (sequences <= rows["max_running"])
     result: BoolArray = has_places & (blocks + rows["pending_blocks"] <= rows["free_blocks"])
     return result

@@ -78,6 +78,8 @@ class Ask:
     needs_room_now: bool = False
     # The gateway tells a request that no worker has room for from one without a worker.
     knows_too_large: bool = False
+    # Output of open choices beside the one in prompt_tokens, which have blocks of their own.
+    further_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,7 @@ def ask_of(message: router_pb2.Ask) -> Ask:
         resumes=message.resumes,
         can_hand_off=message.can_hand_off,
         knows_too_large=message.knows_too_large,
+        further_tokens=message.further_tokens,
         needs_room_now=message.needs_room_now,
     )
 

@@ -66,7 +66,11 @@ def test_finishes_that_were_not_told_are_made_up_for() -> None:
     assert ends == [(0, FINISH_REASON_STOP), (1, FINISH_REASON_LENGTH)]
     assert record.loose_ends() == []
     assert [one.finished for one in record.known()] == [True, True, False]
-    assert list(record.first_open()) == [1]
+    assert (list(record.first_open()), record.further_tokens()) == ([1], 0)
+    record.note(tokens(3, [1, 2, 3]))
+    assert (list(record.first_open()), record.further_tokens()) == ([1], 3)
+    record.end(2)
+    assert (list(record.first_open()), record.further_tokens()) == ([1, 2, 3], 0)
 
 
 def test_a_token_makes_up_for_setbacks() -> None:

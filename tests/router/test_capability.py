@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.domain import Identity, Load, Placement, RefusalReason, Requirements
+from services.router.domain import Identity, Placement, RefusalReason, Requirements
 from tests.router.scenes import IDENTITY, IDLE, Scene
 
 IDENTITIES = st.builds(
@@ -88,30 +89,45 @@ def test_only_who_has_room_for_prompt_and_output_and_all_that_is_required(
         assert answer.reason is (RefusalReason.TOO_LARGE if says_so else RefusalReason.NO_WORKER)
 
 
-LOADS = st.builds(
-    lambda running, waiting, free: replace(IDLE, running_requests=running, waiting_requests=waiting, free_blocks=free),
-    st.integers(0, 16),
-    st.integers(0, 1),
-    st.integers(0, 60),
+@pytest.mark.parametrize(
+    ("load", "ask", "has_room"),
+    [
+        ({}, {}, True),
+        ({"waiting_requests": 1}, {}, False),
+        # Places: sixteen, of sequences.
+        ({"running_requests": 15}, {}, True),
+        ({"running_requests": 15}, {"num_choices": 2}, False),
+        ({"running_requests": 16}, {}, False),
+        ({"running_requests": 4, "decoding_sequences": 15}, {}, True),
+        ({"running_requests": 4, "decoding_sequences": 16}, {}, False),
+        ({"running_requests": 4, "decoding_sequences": 14}, {"num_choices": 3}, False),
+        # Blocks: ten of the prompt, and soon one more of every sequence.
+        ({"free_blocks": 11}, {}, True),
+        ({"free_blocks": 10}, {}, False),
+        ({"free_blocks": 13}, {"num_choices": 3}, True),
+        ({"free_blocks": 12}, {"num_choices": 3}, False),
+        ({"free_blocks": 14, "running_requests": 1, "decoding_sequences": 3}, {}, True),
+        ({"free_blocks": 13, "running_requests": 1, "decoding_sequences": 3}, {}, False),
+        # The other choices have said 64 tokens, in blocks of their own.
+        ({"free_blocks": 17}, {"num_choices": 3, "further_tokens": 64}, True),
+        ({"free_blocks": 16}, {"num_choices": 3, "further_tokens": 64}, False),
+    ],
 )
-
-
-@given(st.lists(LOADS, min_size=1, max_size=5), st.integers(1, 600), st.integers(1, 3))
-def test_what_relieves_a_worker_goes_only_where_it_starts_at_once(loads: list[Load], prompt: int, choices: int) -> None:
+def test_what_relieves_a_worker_goes_only_where_it_starts_at_once(
+    load: dict[str, int], ask: dict[str, int], *, has_room: bool
+) -> None:
     scene = Scene()
-    for number, load in enumerate(loads):
-        scene.worker(f"w{number}", load)
-    ask = scene.ask([], tokens=prompt, max_output_tokens=100, num_choices=choices, resumes=True)
-    answer = scene.place(replace(ask, needs_room_now=True))
-    have_room = {
-        f"w{number}"
-        for number, load in enumerate(loads)
-        if not load.waiting_requests
-        and load.running_requests + choices <= IDENTITY.max_running_requests
-        and -(-prompt // 16) + load.running_requests + choices <= load.free_blocks
-    }
-    if isinstance(answer, Placement):
-        assert answer.worker_id in have_room
-    else:
-        assert not have_room
+    scene.worker("w", replace(IDLE, **load))  # type: ignore[arg-type]
+    asked = scene.ask([], tokens=160, max_output_tokens=100, resumes=True, needs_room_now=True, **ask)
+    answer = scene.place(asked)
+    assert isinstance(answer, Placement) == has_room
+    if not isinstance(answer, Placement):
         assert answer.reason is RefusalReason.NO_WORKER
+
+
+def test_what_is_granted_and_not_told_yet_takes_its_place() -> None:
+    scene = Scene()
+    scene.worker("w", replace(IDLE, running_requests=14))
+    for has_room in (True, True, False):
+        asked = scene.ask([], tokens=160, resumes=True, needs_room_now=True)
+        assert isinstance(scene.place(asked, count=True), Placement) == has_room

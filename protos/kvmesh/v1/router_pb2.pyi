@@ -130,6 +130,7 @@ class Ask(_message.Message):
     CAN_HAND_OFF_FIELD_NUMBER: _builtins.int
     NEEDS_ROOM_NOW_FIELD_NUMBER: _builtins.int
     KNOWS_TOO_LARGE_FIELD_NUMBER: _builtins.int
+    FURTHER_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """1 for the first assignment of a request; raised for each further one."""
@@ -163,6 +164,8 @@ class Ask(_message.Message):
     """The attempt moves to relieve its worker: only one that can start it at once is of use."""
     knows_too_large: _builtins.bool
     """The gateway knows REFUSAL_REASON_TOO_LARGE; another is told NO_WORKER."""
+    further_tokens: _builtins.int
+    """Of an attempt that goes on with several choices: output tokens of all but the one that prompt_tokens counts."""
     @_builtins.property
     def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers not to be chosen: they failed or refused this request."""
@@ -198,10 +201,11 @@ class Ask(_message.Message):
         can_hand_off: _builtins.bool = ...,
         needs_room_now: _builtins.bool = ...,
         knows_too_large: _builtins.bool = ...,
+        further_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["objectives", b"objectives", "requires", b"requires"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "can_hand_off", b"can_hand_off", "deadline_s", b"deadline_s", "excluded_workers", b"excluded_workers", "knows_too_large", b"knows_too_large", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "needs_room_now", b"needs_room_now", "num_choices", b"num_choices", "objectives", b"objectives", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "requires", b"requires", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "can_hand_off", b"can_hand_off", "deadline_s", b"deadline_s", "excluded_workers", b"excluded_workers", "further_tokens", b"further_tokens", "knows_too_large", b"knows_too_large", "max_output_tokens", b"max_output_tokens", "model", b"model", "model_digest", b"model_digest", "needs_room_now", b"needs_room_now", "num_choices", b"num_choices", "objectives", b"objectives", "policy", b"policy", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "requires", b"requires", "resumes", b"resumes", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
