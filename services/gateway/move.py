@@ -4,16 +4,16 @@ The source produces until the target has computed what it was started with. What
 is to compute, too, as long as it is more than a little: the client waits for what is left at the switch (rounds of
 pre-copying, as of virtual machines: Clark et al., "Live Migration of Virtual Machines", NSDI 2005). Then whatever the
 source has said is taken, the target is told what of it is new to it, and goes on from there. A target that draws the
-same tokens need not wait for that: it draws beside the source, is told what that says, and is gone over to when it has
-caught up (beside.py). So the output is the source's up to the switch and the target's after it, and the record that
-both are fed from holds each token once. Until the switch the source's side is complete in itself: a target that fails,
-or nobody to be the target, costs nothing but another try after a pause.
+same tokens need not wait for that: it draws beside the source, is told what that says, and is gone over to at a good
+moment, or after a while at any (beside.py). So the output is the source's up to the switch and the target's after it,
+and the record that both are fed from holds each token once. Until the switch the source's side is complete in itself: a
+target that fails, or nobody to be the target, costs nothing but another try after a pause.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -26,6 +26,7 @@ _LAST_PAUSE_S = 2.0
 # Rounds after the first, and tokens of an open choice that are not worth one: a step computes them in its time.
 _MAX_ROUNDS = 4
 _FEW_TOKENS = 2
+News = Callable[[WorkerGenerateResponse], WorkerGenerateResponse | None]
 
 
 class Stage(Enum):
@@ -111,17 +112,20 @@ class Move:
         self._due_at_s = now_s + self._pause_s
         self._pause_s = min(_LAST_PAUSE_S, 2 * self._pause_s)
 
-    def switch(self, unread: Iterable[WorkerGenerateResponse]) -> Switch | None:
+    def switch(self, unread: Iterable[WorkerGenerateResponse], news: News) -> Switch | None:
         """Go on at the target, which is prepared or the only one left. None when the source has said all already.
 
-        unread: what the source has said beyond the record. An output that is over thereby needs no target either.
+        unread: what the source has said and its reader has not had. news: what of a message lies beyond the record as
+        that is then, None for nothing. An output that is over thereby needs no target either.
         """
         messages = list(unread)
         self.stage = Stage.STAYING
         if any(message.HasField("completed") for message in messages):
             return None
         told = (message for message in messages if message.HasField("tokens") or message.HasField("finish"))
-        ready = [message for message in told if self.output.note(message)]
+        # Each is noted before the next is looked at, which may overlap it.
+        beyond = (one for one in map(news, told) if one is not None)
+        ready = [message for message in beyond if self.output.note(message)]
         ready += self.output.loose_ends()
         return Switch(ready, self.output.known(self._mark))
 

@@ -10,6 +10,7 @@ Every granted attempt is closed by one Done. `close` is idempotent and releases 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -269,7 +270,7 @@ class PlacedStream:
         unread = list(source.inbox.unread)
         for message in unread:
             source.charge(message)
-        taken = self._second.take(unread, is_move=is_move)
+        taken = self._second.take(unread, functools.partial(self._news, source), is_move=is_move)
         if taken is None:
             return
         target, switch, brought = taken

@@ -21,7 +21,7 @@ from kvmesh.v1.worker_pb2 import MOVE_REASON_DRAINING, MoveReason, Prepared, Wor
 
 from services.gateway.beside import Beside
 from services.gateway.errors import GatewayError, ModelUnavailable
-from services.gateway.move import Move, Stage, Switch
+from services.gateway.move import Move, News, Stage, Switch
 from services.gateway.move_times import MoveTimes
 from services.gateway.output_record import OutputDiverged
 from services.gateway.placed_attempt import PlacedAttempt
@@ -147,12 +147,12 @@ class SecondAttempt:
         """Whether there is a second attempt."""
         return self._move.stage is Stage.PREPARING
 
-    def take(self, unread: Iterable[WorkerGenerateResponse], *, is_move: bool) -> Takeover | None:
+    def take(self, unread: Iterable[WorkerGenerateResponse], news: News, *, is_move: bool) -> Takeover | None:
         """The second attempt, now the caller's to resume and to end; None when the source has said all already.
 
-        is_move: the source is well.
+        unread, news: as in Move.switch. is_move: the source is well.
         """
-        switch, target = self._move.switch(unread), self._target
+        switch, target = self._move.switch(unread, news), self._target
         if switch is None or target is None:
             self.close()
             return None

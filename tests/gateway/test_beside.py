@@ -104,7 +104,7 @@ class Client:
 
     def switch(self) -> None:
         """At a good moment, or any other one at which the source dies."""
-        switch = self.move.switch(self.source.said)
+        switch = self.move.switch(self.source.said, self.record.news)
         assert switch is not None
         self.given += switch.ready
         self.target.learn(switch.further)

@@ -23,6 +23,11 @@ def drawn(choice: int, position: int) -> int:
     return 100 * choice + position
 
 
+def as_it_is(message: WorkerGenerateResponse) -> WorkerGenerateResponse:
+    """All of it is news, of a source that says nothing that is known."""
+    return message
+
+
 class Worker:
     """Draws what is left of each choice; `said` is what its reader has not had."""
 
@@ -103,7 +108,7 @@ class Reader:
     def prepare(self, unread: Sequence[WorkerGenerateResponse] | None = None) -> None:
         if self.move.stage is not Stage.PREPARING:
             return
-        switch = self.move.switch(self.source.said if unread is None else unread)
+        switch = self.move.switch(self.source.said if unread is None else unread, as_it_is)
         target, self.target = self.target, None
         if switch is None:
             return
@@ -211,7 +216,7 @@ def test_a_target_is_told_more_as_long_as_it_is_much_and_not_for_ever() -> None:
         draw(count)
     assert told == [9, 8, 7, 6]
     assert move.prepared() == [], "not for ever"
-    switch = move.switch(())
+    switch = move.switch((), as_it_is)
     assert switch is not None
     assert [len(one.token_ids) for one in switch.further] == [5], "each token is told once"
 
@@ -281,3 +286,16 @@ def test_what_has_only_its_end_left_is_not_moved() -> None:
     record.end(0)
     move.wanted(0.0, 3)
     assert not move.is_due(1.0)
+
+
+def test_what_a_source_has_said_again_is_not_given_again() -> None:
+    """One that drew beside another before may have unread tokens that the record holds, and some that overlap."""
+    record = OutputRecord(1, 100, ())
+    record.note(WorkerGenerateResponse(tokens=TokenChunk(choice=0, token_ids=[0, 1, 2])))
+    chunks = [TokenChunk(token_ids=range(first, first + 3), position=first) for first in (0, 1, 2, 3)]
+    move = Move(record)
+    move.planned(1)
+    switch = move.switch([WorkerGenerateResponse(tokens=chunk) for chunk in chunks], record.news)
+    assert switch is not None
+    assert [list(message.tokens.token_ids) for message in switch.ready] == [[3], [4], [5]]
+    assert [list(one.token_ids) for one in record.known()] == [[0, 1, 2, 3, 4, 5]]
