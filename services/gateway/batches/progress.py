@@ -1,6 +1,7 @@
 """How far batches are, for whoever asks: their logs are read on from where the last look at them ended. Blocking.
 
-A log may be large, so each batch's is read by one caller at a time and nobody waits for another batch's.
+A log may be large, so each is read by one caller at a time. Nobody waits for that: whoever comes meanwhile is told what
+the last look found. A look that fails is forgotten with all before it, since it may have counted a part.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _MAX_KEPT = 4096
 @dataclass(slots=True)
 class _Reader:
     counts: Counts
+    told: tuple[int, int] = (0, 0)
     lock: Lock = field(default_factory=Lock)
 
 
@@ -31,14 +33,25 @@ class Progress:
         self._lock = Lock()
 
     def of(self, batch_id: str, folder: Path) -> tuple[int, int]:
-        """Lines with an answer of status 200, and with another. Raises OSError."""
+        """Lines with an answer of status 200, and with another: now, or at the last look while there is one under way.
+
+        Before the first has ended, none. Raises OSError.
+        """
         reader = self._reader(batch_id, folder)
-        with reader.lock:
+        if not reader.lock.acquire(blocking=False):
+            return reader.told
+        try:
             reader.counts.refresh()
-            return reader.counts.num_ok, reader.counts.num_failed
+            reader.told = reader.counts.num_ok, reader.counts.num_failed
+            return reader.told
+        except BaseException:
+            self.forget(batch_id)
+            raise
+        finally:
+            reader.lock.release()
 
     def forget(self, batch_id: str) -> None:
-        """It is over. Idempotent."""
+        """It is over, or is to be read anew. Idempotent."""
         with self._lock:
             self._readers.pop(batch_id, None)
 

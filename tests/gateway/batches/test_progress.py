@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from pathlib import Path
+
+import pytest
 
 from services.gateway.batches.durable import make_folder
 from services.gateway.batches.progress import Progress
@@ -36,7 +39,18 @@ def test_counts_go_on_from_the_last_look_and_may_be_forgotten(tmp_path: Path) ->
     assert progress.of("4", folders[4]) == wanted[4]
 
 
-def test_nobody_waits_for_the_log_of_another_batch(tmp_path: Path) -> None:
+def test_a_look_that_failed_counts_nothing(tmp_path: Path) -> None:
+    folder, progress = answered(tmp_path / "one", 5), Progress()
+    assert progress.of("one", folder) == (3, 2)
+    begin_generation(folder)[1].close()
+    hidden = log_path(folder, 1).rename(tmp_path / "hidden")
+    with pytest.raises(OSError, match=r"log\.1"):
+        progress.of("one", folder)
+    hidden.rename(log_path(folder, 1))
+    assert progress.of("one", folder) == (3, 2)
+
+
+def test_nobody_waits_for_a_log_that_another_reads(tmp_path: Path) -> None:
     progress = Progress()
     slow, quick = tmp_path / "slow", answered(tmp_path / "quick", 4)
     make_folder(slow)
@@ -48,16 +62,16 @@ def test_nobody_waits_for_the_log_of_another_batch(tmp_path: Path) -> None:
         with contextlib.suppress(OSError):
             progress.of("slow", slow)
 
-    stuck = threading.Thread(target=look, daemon=True)
-    stuck.start()
+    looks = [threading.Thread(target=look, daemon=True) for _ in range(3)]
+    others = [threading.Thread(target=progress.of, args=("quick", quick), daemon=True) for _ in range(2)]
+    for one in (*looks, *others):
+        one.start()
     try:
-        looks = [threading.Thread(target=progress.of, args=("quick", quick), daemon=True) for _ in range(2)]
-        for other in looks:
-            other.start()
-        for other in looks:
-            other.join(PATIENCE_S)
-            assert not other.is_alive()
-        assert stuck.is_alive()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while sum(one.is_alive() for one in (*looks, *others)) > 1:
+            assert time.monotonic() < deadline_s, "only the first look at the slow one takes long"
+            time.sleep(0.01)
+        (stuck,) = (one for one in looks if one.is_alive())
     finally:
         release(stuck, log_path(slow, 1), log_path(quick, 1).read_bytes().splitlines()[0] + b"\n")
 
