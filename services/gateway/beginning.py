@@ -25,7 +25,7 @@ from services.gateway.adapters import base_and_adapter
 from services.gateway.api.openai_parse import ReplyFormat
 from services.gateway.catalog import ModelCatalog
 from services.gateway.cold_starts import ColdStarts
-from services.gateway.errors import AnswerNotKept, ModelLoading, ModelUnavailable, ObjectiveUnmet
+from services.gateway.errors import AnswerNotKept, ModelLoading, ModelUnavailable, ObjectiveUnmet, TooLargeForWorkers
 from services.gateway.generation import Generation
 from services.gateway.grammars.checker import GrammarChecker
 from services.gateway.idempotency_records import Claim
@@ -125,12 +125,14 @@ class Beginner:
                 return await self._run(session, job)
             except ModelLoading:
                 raise
-            except ModelUnavailable:
+            except ModelUnavailable as error:
                 plan = session.plan
                 if session.generation is None or plan is None:
                     raise
                 others = without(job.views, plan.model, plan.model_digest)
-                if others is None and (plan.model not in self.cold.models or returns >= _MAX_RETURNS):
+                # A model that is loaded anew has room for no more.
+                is_final = isinstance(error, TooLargeForWorkers) or plan.model not in self.cold.models
+                if others is None and (is_final or returns >= _MAX_RETURNS):
                     raise
                 session.withdraw()
                 if others is None:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvmesh.v1.inference_pb2 import TokenizeRequest
 from kvmesh.v1.openai_pb2 import GetModelRequest
+from kvmesh.v1.router_pb2 import REFUSAL_REASON_TOO_LARGE, Refusal
 
 from services.gateway.load_times import LEAST_S, LoadTimes
 from services.gateway.text.text_model import TextModel
@@ -141,6 +142,12 @@ async def test_a_request_that_no_worker_can_have_is_refused_though_its_model_ser
         assert (code, error["code"]) == (grpc.StatusCode.UNAVAILABLE, "model_unavailable")
         assert 1 < len(mesh.router.asks) <= 20
         mesh.router.unstaffed.clear()
+        mesh.router.asks.clear()
+        # The router says as much, so that it is asked but once.
+        mesh.router.refusal = Refusal(reason=REFUSAL_REASON_TOO_LARGE, retry_after_s=0.01)
+        assert (await mesh.error("Completions", BODY, timeout=30))[0] == grpc.StatusCode.UNAVAILABLE
+        assert len(mesh.router.asks) == 1
+        mesh.router.refusal = None
         assert (await mesh.complete())["choices"]
         await mesh.wait_idle()
 
