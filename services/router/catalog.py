@@ -13,7 +13,8 @@ from services.router.control.entries import AdapterEntry, ModelEntry
 from services.router.domain import Identity
 from services.router.workers import WorkerTable
 
-_NO_EMBEDDINGS = frozenset(("none", ""))
+# Who makes embeddings is told of before who does not tell, and that before who makes none.
+_PREFERENCE = {"": 1, "none": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +73,4 @@ def _pooling(replicas: Sequence[_Replica]) -> str:
     for one in replicas:
         known[one.identity.pooling] += 1
         ready[one.identity.pooling] += one.is_ready
-    return min(known, key=lambda kind: (kind in _NO_EMBEDDINGS, -ready[kind], -known[kind], kind))
+    return min(known, key=lambda kind: (_PREFERENCE.get(kind, 0), -ready[kind], -known[kind], kind))

@@ -30,6 +30,8 @@ def test_embeddings_come_from_the_kind_that_most_ready_replicas_are_of() -> None
     assert pooling_of([("none", True), ("none", True), ("mean", True)]) == "mean"
     assert pooling_of([("mean", True), ("last", True)]) == "last"
     assert pooling_of([("none", True)]) == "none"
+    # Who does not tell may make them all the same.
+    assert pooling_of([("none", True), ("none", True), ("", False)]) == ""
 
 
 @given(st.lists(st.tuples(POOLINGS, st.booleans()), min_size=1, max_size=6), st.randoms(use_true_random=False))
