@@ -151,7 +151,8 @@ class BatchRunner:
                     await self._lease.give_back(batch_id)
                     return
                 self._start(batch_id, tenant)
-        self._begin_sweep(now_s)
+        if not self._is_stopped:
+            self._begin_sweep(now_s)
 
     def _begin_sweep(self, now_s: float) -> None:
         """Where one is due, beside the looks: a batch without a gateway does not wait for folders of all tenants."""
