@@ -131,8 +131,9 @@ async def _answered(client: BatchClient | None, batch_id: str) -> int:
 
 async def _with_kills(mesh: LocalMesh, streams: Coroutine[Any, Any, Round]) -> tuple[Round, list[str]]:
     """A round, and who was killed meanwhile."""
-    killing = asyncio.create_task(_kill_all(mesh))
-    return await streams, await killing
+    async with asyncio.TaskGroup() as group:
+        killing, round_ = group.create_task(_kill_all(mesh)), group.create_task(streams)
+    return round_.result(), killing.result()
 
 
 async def _kill_all(mesh: LocalMesh) -> list[str]:
