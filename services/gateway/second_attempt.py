@@ -216,6 +216,7 @@ class SecondAttempt:
         while target is not None and target is self._target:
             message = await target.inbox.read()
             target.heard_at_s = time.monotonic()
+            target.charge(message)
             kind = message.WhichOneof("event")
             if kind == "admitted":
                 target.is_admitted, target.cached_tokens = True, message.admitted.cached_tokens

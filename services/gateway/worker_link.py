@@ -163,8 +163,9 @@ class WorkerLink:
         self.is_silent = False
         self._attempts: dict[int, Attempt] = {}
         self._keys = itertools.count(1)
-        # Not sent yet. Starts and resumes are of attempts that have not ended: of each request in flight one, and while
-        # it moves two. Cancels go first, of starts that were sent before: there are no more of them than that.
+        # Not sent yet. Starts and resumes are of attempts that have not ended: of each request in flight one start, and
+        # while it moves two; while two draw beside each other, a resume for each token of the first. Cancels go first,
+        # of starts that were sent before: there are no more of them than that.
         self._starts: dict[int, ServeRequest] = {}
         self._cancels: list[ServeRequest] = []
         self._resumes: dict[int, deque[ResumeAttempt]] = {}

@@ -105,7 +105,8 @@ class Script:
     fails when it has told log probabilities of so many tokens of the prompt. leave_scoring: it would rather not go on
     while it tells them. repeats: how often the numbers of an embedding stand in it. draws_beside: it is told what
     others draw, and each of its tokens takes pause_s, the first not before draw_after, those of other choices than the
-    first not before others_after; it leaves out the position leaves_out.
+    first not before others_after; it leaves out the position leaves_out, and tells accelerator_s
+    of its steps.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -130,6 +131,7 @@ class Script:
     draw_after: asyncio.Event | None = None
     others_after: asyncio.Event | None = None
     leaves_out: int | None = None
+    accelerator_s: float = 0.0
     prefill_s: float = 0.0
     answer_after: asyncio.Event | None = None
     pause_s: float = 0.0
@@ -384,7 +386,7 @@ class FakeWorker(WorkerServicer):
                 self.said_beside += 1
                 part = tokens[choice][position : position + 1]
                 chunk = self._chunk(choice, part, request)
-                chunk.position = position
+                chunk.position, chunk.accelerator_s = position, script.accelerator_s
                 yield WorkerGenerateResponse(tokens=chunk)
                 if said[choice] == len(tokens[choice]):
                     ended.add(choice)

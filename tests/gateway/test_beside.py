@@ -17,6 +17,7 @@ from kvmesh.v1.router_pb2 import OUTCOME_CANCELLED, OUTCOME_OK, OUTCOME_WORKER_F
 from kvmesh.v1.worker_pb2 import KnownOutput, TokenChunk, WorkerChoiceFinish, WorkerGenerateResponse
 from structlog.testing import capture_logs
 
+from services.common.usage import ACCELERATOR_UNIT, Usage
 from services.gateway.beside import Beside
 from services.gateway.move import Move
 from services.gateway.output_record import OutputDiverged, OutputRecord
@@ -380,13 +381,15 @@ async def test_a_target_that_goes_astray_once_it_is_read_is_left_for_another(mes
 
 
 @in_mesh
-async def test_a_target_that_draws_otherwise_is_not_gone_over_to(mesh: Mesh) -> None:
-    """The source goes on, and the next target is only to draw when that has ended."""
+async def test_a_target_that_draws_otherwise_is_not_gone_over_to(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source goes on, and the next target is only to draw when that has ended. What it cost is counted."""
+    counted = list[Usage]()
+    monkeypatch.setattr(mesh.gateway.usage, "count", lambda tenant, model, usage, run: counted.append(usage))
     other = mesh.text.encode_text("Something else altogether is what this one says, if it is asked, and that at length")
     go_on, draw = asyncio.Event(), asyncio.Event()
     mesh.plan[:] = [
         plain(mesh, move_after=1, go_on_after=go_on, hang_after=6),
-        Script(other, draws_beside=True, draw_after=draw),
+        Script(other, draws_beside=True, draw_after=draw, accelerator_s=2.0),
         plain(mesh, draws_beside=True),
     ]
     beginning, drawing, raw = mesh.text.tokenizer.decode(mesh.text.encode_text(ANSWER)[:6]), mesh.workers[1], ""
@@ -405,3 +408,5 @@ async def test_a_target_that_draws_otherwise_is_not_gone_over_to(mesh: Mesh) -> 
     await eventually(lambda: len(dones(mesh)) == 3)
     outcomes = {done.attempt: done.outcome for done in dones(mesh)}
     assert outcomes == {1: OUTCOME_CANCELLED, 2: OUTCOME_CANCELLED, 3: OUTCOME_OK}
+    await eventually(lambda: counted)
+    assert [usage.accelerator_us for usage in counted] == [2 * ACCELERATOR_UNIT]
