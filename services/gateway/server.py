@@ -156,7 +156,10 @@ class GatewayServer:
             "kvmesh_gateway_router_failovers": ("Times that a Route stream was lost.", lambda: router.failovers),
             "kvmesh_gateway_dropped_dones": ("Ends of attempts that no router was told.", lambda: router.dropped_dones),
             "kvmesh_gateway_text_pool_losses": ("Times that the text processes were lost.", lambda: pool.losses),
-            "kvmesh_gateway_grammar_losses": ("Times that the grammar process was lost.", lambda: grammars.losses),
+            "kvmesh_gateway_grammar_losses": (
+                "Grammars over their limits, and losses of their process.",
+                lambda: grammars.losses,
+            ),
             "kvmesh_gateway_grammar_refusals": (
                 "Requests refused for the form of their answer.",
                 lambda: grammars.refusals,

@@ -20,7 +20,7 @@ import structlog
 
 from services.common.models import ModelSource
 from services.gateway.errors import InvalidRequest, Overloaded
-from services.gateway.grammars.process import LENGTH, Check, Start
+from services.gateway.grammars.process import LENGTH, TOO_MUCH, Check, Start
 from services.gateway.request import AnswerForm
 
 MAX_WAITING = 256
@@ -43,6 +43,7 @@ class GrammarChecker:
         # By digest: what is wrong with a grammar, "" for nothing.
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._asked: dict[bytes, asyncio.Task[str]] = {}
+        # Of the process, and of children that went over their limits.
         self.losses = 0
         self.refusals = 0
 
@@ -91,11 +92,14 @@ class GrammarChecker:
                 raise Overloaded("there was no time to check the grammar") from None
             except (EOFError, ConnectionError):
                 await self._lost("ended")
-                verdict = "it takes too long, or too much memory, to compile"
+                raise Overloaded("grammars cannot be checked") from None
             except BaseException:
                 # An answer that is on its way must not become another's.
                 await self._end()
                 raise
+        if verdict == TOO_MUCH:
+            self.losses += 1
+            _log.warning("grammar_over_limits")
         self._verdicts[digest] = verdict
         if len(self._verdicts) > _MAX_KEPT:
             self._verdicts.popitem(last=False)
