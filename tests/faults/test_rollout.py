@@ -157,6 +157,8 @@ async def test_nothing_fails_in_a_rollout_a_drain_and_losses(mesh: Mesh) -> None
         await ctl(mesh, "traffic", MODEL, "v1=50", "v2=50")
         assert 36 < (await running.served(120))[CANARY] < 84
         await ctl(mesh, "rollback", MODEL)
+        # Those that were on their way when the gateways heard of it.
+        await running.served(4 * CLIENTS)
         assert (await running.served(40))[CANARY] == 0
 
         (drained,) = await ctl(mesh, "drain", "worker-1", "--wait-s", "30")
