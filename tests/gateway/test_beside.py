@@ -309,23 +309,29 @@ async def test_the_source_is_left_for_a_target_that_has_caught_up(mesh: Mesh) ->
     assert sum(done.output_tokens for done in dones(mesh)) == len(mesh.text.encode_text(ANSWER))
 
 
-@in_mesh
-async def test_a_target_that_draws_behind_is_told_what_its_source_says(mesh: Mesh) -> None:
-    drawing, go_on, draw, raw = mesh.workers[1], asyncio.Event(), asyncio.Event(), ""
-    told, others = drawing.told_beside, drawing.drawing_beside
-    mesh.plan[:] = [
-        plain(mesh, move_after=1, go_on_after=go_on, hang_after=6),
-        plain(mesh, draws_beside=True, draw_after=draw, pause_s=SLOW_S),
-    ]
-    beginning = mesh.text.tokenizer.decode(mesh.text.encode_text(ANSWER)[:6])
+async def read_beside(mesh: Mesh, go_on: asyncio.Event, draw: asyncio.Event) -> str:
+    """A stream to its end: its source goes on when the target draws beside, which draws when six tokens are there."""
+    drawing, raw = mesh.workers[1], ""
+    others, beginning = drawing.drawing_beside, mesh.text.tokenizer.decode(mesh.text.encode_text(ANSWER)[:6])
     async for message in mesh.openai.Completions(HttpBody(data=json.dumps(STREAM).encode())):
         raw += message.data.decode()
         await eventually(lambda: drawing.drawing_beside > others)
         go_on.set()
         if len(text_of(raw)) >= len(beginning):
             draw.set()
-    assert text_of(raw) == ANSWER
-    assert drawing.told_beside > told
+    return raw
+
+
+@in_mesh
+async def test_a_target_that_draws_behind_is_told_what_its_source_says(mesh: Mesh) -> None:
+    go_on, draw = asyncio.Event(), asyncio.Event()
+    told = mesh.workers[1].told_beside
+    mesh.plan[:] = [
+        plain(mesh, move_after=1, go_on_after=go_on, hang_after=6),
+        plain(mesh, draws_beside=True, draw_after=draw, pause_s=SLOW_S),
+    ]
+    assert text_of(await read_beside(mesh, go_on, draw)) == ANSWER
+    assert mesh.workers[1].told_beside > told
     await mesh.wait_idle()
 
 
@@ -392,16 +398,9 @@ async def test_a_target_that_draws_otherwise_is_not_gone_over_to(mesh: Mesh, mon
         Script(other, draws_beside=True, draw_after=draw, accelerator_s=2.0),
         plain(mesh, draws_beside=True),
     ]
-    beginning, drawing, raw = mesh.text.tokenizer.decode(mesh.text.encode_text(ANSWER)[:6]), mesh.workers[1], ""
-    others = drawing.drawing_beside
     mesh.router.workers["w2"] = mesh.router.workers["w1"]
     try:
-        async for message in mesh.openai.Completions(HttpBody(data=json.dumps(STREAM).encode())):
-            raw += message.data.decode()
-            await eventually(lambda: drawing.drawing_beside > others)
-            go_on.set()
-            if len(text_of(raw)) >= len(beginning):
-                draw.set()
+        raw = await read_beside(mesh, go_on, draw)
     finally:
         del mesh.router.workers["w2"]
     assert text_of(raw) == ANSWER

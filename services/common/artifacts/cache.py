@@ -29,7 +29,8 @@ from services.common.artifacts.chunk_reader import num_chunks
 from services.common.artifacts.errors import ArtifactError, CacheFull, CopyFailed
 from services.common.artifacts.file_lock import FileLock, lock, try_lock
 from services.common.artifacts.manifest import Manifest, write_manifest
-from services.common.artifacts.staging import Staging, sync_path
+from services.common.artifacts.staging import Staging
+from services.common.durable_file import sync_path
 
 ENTRY_INFO = ".kvmesh-entry.json"
 _LOCK_TIMEOUT_S = 30.0

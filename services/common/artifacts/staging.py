@@ -8,6 +8,7 @@ from pathlib import Path
 from services.common.artifacts.chunk_reader import Buffers
 from services.common.artifacts.errors import CopyFailed
 from services.common.artifacts.file_lock import FileLock
+from services.common.durable_file import sync_path
 
 
 class Staging:
@@ -54,12 +55,3 @@ class Staging:
             os.close(descriptor)
         self._open.clear()
         self._held.close()
-
-
-def sync_path(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.common.durable_file import sync_folder
+from services.common.durable_file import sync_path
 
 R = TypeVar("R")
 
@@ -48,7 +48,7 @@ def publish(written: Path, path: Path) -> bool:
         os.link(written, path)
     except FileExistsError:
         return False
-    sync_folder(path.parent)
+    sync_path(path.parent)
     return True
 
 
@@ -62,7 +62,7 @@ def make_folder(path: Path) -> None:
     except FileExistsError:
         if not path.is_dir():
             raise
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def temporary_beside(path: Path) -> Path:

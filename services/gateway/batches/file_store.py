@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from services.common.durable_file import sync_folder
+from services.common.durable_file import sync_path
 from services.gateway.batches.durable import (
     create,
     is_temporary,
@@ -200,7 +200,7 @@ def remove_folder(folder: Path) -> None:
         (folder / entry.name).unlink(missing_ok=True)
     if folder.exists():
         folder.rmdir()
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:

@@ -12,7 +12,7 @@ from services.gateway.batches.durable import make_folder
 
 def test_new_folders_are_private_and_on_disk_under_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = list[Path]()
-    monkeypatch.setattr(durable, "sync_folder", synced.append)
+    monkeypatch.setattr(durable, "sync_path", synced.append)
     for _ in range(2):
         make_folder(tmp_path / "a" / "b")
     assert synced == [tmp_path, tmp_path / "a"]
