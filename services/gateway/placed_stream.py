@@ -267,13 +267,16 @@ class PlacedStream:
 
     def _hand_over(self, source: PlacedAttempt, reason: str, *, is_move: bool) -> None:
         """What the source has said is taken; the target is told of it, and goes on after what it has said itself."""
-        unread = list(source.inbox.unread)
+        unread, known_tokens = list(source.inbox.unread), self._output.num_tokens
         for message in unread:
             source.charge(message)
         taken = self._second.take(unread, functools.partial(self._news, source), is_move=is_move)
         if taken is None:
             return
         target, switch, brought = taken
+        if self._output.num_tokens > known_tokens:
+            source.heard_at_s = time.monotonic()
+            source.heard_tokens(self._output.num_tokens - known_tokens)
         self._tell_admitted(source, target, unread)
         self._ready.extend(switch.ready)
         source.inbox.hand_over()

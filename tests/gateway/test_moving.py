@@ -28,6 +28,7 @@ from kvmesh.v1.worker_pb2 import (
 )
 
 from services.gateway import second_attempt
+from services.gateway.placed_stream import PlacedStream
 from tests.gateway.conftest import ANSWER, Mesh
 from tests.gateway.fakes import Script
 from tests.gateway.test_rescue import STREAM, plain, reply, text_of, variants
@@ -88,6 +89,29 @@ async def test_the_source_goes_on_until_the_target_is_prepared(mesh: Mesh) -> No
     assert before > len(target.known[0].token_ids), "it said more while the target computed what was known"
     assert before + after == len(mesh.text.encode_text(ANSWER))
     assert dones(mesh)[1].ttft_s == 0.0
+
+
+async def test_what_the_source_has_said_counts_as_its_own_though_nobody_had_read_it(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, prepare = PlacedStream.read, asyncio.Event()
+
+    async def read_late(stream: PlacedStream) -> WorkerGenerateResponse:
+        message = await read(stream)
+        if message.HasField("tokens") and stream._open is not None and not prepare.is_set():
+            inbox = stream._open.inbox
+            await eventually(lambda: sum(one.HasField("tokens") for one in inbox.unread) == 4, 10)
+            prepare.set()
+            await eventually(lambda: len(dones(mesh)) == 1, 10)
+        return message
+
+    monkeypatch.setattr(PlacedStream, "read", read_late)
+    mesh.plan[:] = [plain(mesh, move_after=0, hang_after=5), plain(mesh, prepare_after=prepare)]
+    assert (await mesh.complete())["choices"][0]["text"] == ANSWER
+    await eventually(lambda: len(dones(mesh)) == 2)
+    before, after = (done.output_tokens for done in dones(mesh))
+    assert before == 5
+    assert before + after == len(mesh.text.encode_text(ANSWER))
 
 
 @pytest.mark.parametrize(
