@@ -122,6 +122,7 @@ class EngineCore:
                 self._enqueue_pulled(self.transfers.finish_pull(message, now))
             case PushDone():
                 self.transfers.pushes.finish(message)
+                self.to_mover.extend(self.transfers.pushes.due(now))
             case PinBlocks():
                 answer = self.transfers.pins.pin(message, self._is_coming)
                 self.to_mover.extend([] if answer is None else [answer])
@@ -212,7 +213,7 @@ class EngineCore:
         self.load_changed |= bool(completed)
         self.rates.observe_step(work, step_s, drafted=sum(chunk.drafted for chunk in chunks))
         self.scheduler.speculation.observe_step(chunks, [len(one.tokens) for one in drawn], step_s)
-        self.to_mover.extend(self.transfers.pushes.leaving(now))
+        self.to_mover.extend(self.transfers.pushes.due(now))
         self._announce()
 
     def fail_step(self, chunks: Sequence[Chunk], detail: str) -> None:

@@ -1,9 +1,10 @@
 """Write-behind to the kvstore node: which blocks go, and when. Pure; a slot is held until the mover's word.
 
-Write-through offers each block as it is completed. On eviction, only blocks that the pool will soon give up are
-offered, `max_push_blocks` ahead of need, so what stays useful here is not written at all. Either way a block goes only
-after its parent or together with it, at most `max_push_blocks` are under way, and what finds no room is dropped and
-counted. Being pushed is no use: it does not make a block stay longer.
+Write-through offers each block as it is completed; what finds no room then goes when there is room again, unless the
+node has refused something meanwhile. On eviction, only blocks that the pool will soon give up are offered,
+`max_push_blocks` ahead of need, so what stays useful here is not written at all. Either way a block goes only after its
+parent or together with it, at most `max_push_blocks` are under way, and what has left the pool before it was offered is
+counted as dropped. Being pushed is no use: it does not make a block stay longer.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Pushes:
         # Of every block in the pool, where they are offered late.
         self._origins: dict[BlockId, _Origin] = {}
         self._looked_s = float("-inf")
+        # The last blocks of chains that found no room when they were completed, where they are offered at once.
+        self._late: dict[BlockId, tuple[int, _Origin, str]] = {}
         # Refusals in a row of blocks in the pool that are offered late, and when they were last looked at before.
         self._refusals: dict[BlockId, tuple[int, float]] = {}
 
@@ -75,6 +78,7 @@ class Pushes:
         """Another kvstore node, or none: what was pushed is not known to be there."""
         self.memory.switch(target, now)
         self._refusals.clear()
+        self._late.clear()
 
     def completed(self, request: Request, slot: int, now: float) -> PushBlocks | None:
         """The block in `slot` and its ancestors are registered: offer what is missing, or remember whose it is."""
@@ -84,12 +88,26 @@ class Pushes:
             return None
         return self._push(slot, origin, now, request.traceparent)
 
-    def leaving(self, now: float) -> list[PushBlocks]:
-        """Offer what the pool gives up next; nothing where blocks were offered before."""
-        ahead = self._max_blocks - self._pool.statistics.free
-        if self._policy != "on_eviction" or self.memory.target is None or ahead <= 0:
+    def due(self, now: float) -> list[PushBlocks]:
+        """Offer what is to go now: what has found no room before, or what the pool gives up next."""
+        if self.memory.target is None:
             return []
-        if now - self._looked_s < _LOOK_EVERY_S:
+        return self._leaving(now) if self._policy == "on_eviction" else self._waiting(now)
+
+    def _waiting(self, now: float) -> list[PushBlocks]:
+        pushes: list[PushBlocks] = []
+        for block_id, (slot, origin, traceparent) in list(self._late.items()):
+            if self._num_blocks >= self._max_blocks:
+                break
+            del self._late[block_id]
+            # Its place may just have been given to another, of which `forget` will tell.
+            if self._pool.id_of(slot) == block_id and (push := self._push(slot, origin, now, traceparent)) is not None:
+                pushes.append(push)
+        return pushes
+
+    def _leaving(self, now: float) -> list[PushBlocks]:
+        ahead = self._max_blocks - self._pool.statistics.free
+        if ahead <= 0 or now - self._looked_s < _LOOK_EVERY_S:
             return []
         self._looked_s = now
         pushes: list[PushBlocks] = []
@@ -111,6 +129,9 @@ class Pushes:
             return
         self._num_blocks -= len(push.slots)
         memory = self.memory
+        if done.accepted < len(push.ids):
+            # A node that is full, or gone, is not pressed with the rest.
+            self._late.clear()
         if push.generation == memory.generation:
             # The mover learns of another target at another moment than we do.
             went_there = (done.location_id, done.epoch) == memory.target
@@ -123,12 +144,12 @@ class Pushes:
 
     def forget(self, removed: Sequence[BlockId]) -> None:
         """Blocks left the pool; what is known of them is bounded by what the pool holds."""
-        if self._policy == "on_eviction":
-            if self.memory.target is not None:
-                self.dropped += self.memory.count_missing(removed)
-            for block_id in removed:
-                self._origins.pop(block_id, None)
-                self._refusals.pop(block_id, None)
+        if self.memory.target is not None:
+            self.dropped += self.memory.count_missing(removed)
+        for block_id in removed:
+            self._origins.pop(block_id, None)
+            self._refusals.pop(block_id, None)
+            self._late.pop(block_id, None)
         self.memory.forget(removed)
 
     def _remember(self, slot: int, origin: _Origin) -> None:
@@ -158,10 +179,13 @@ class Pushes:
             return None
         missing = self.memory.missing(slot)
         room = max(0, self._max_blocks - self._num_blocks)
-        if self._policy == "write_through":
-            self.dropped += max(0, len(missing) - room)
         slots = self.memory.take(missing[:room], now)
         self.deferred += len(slots) < min(room, len(missing))
+        if self._policy == "write_through":
+            for block_id in self._ids(missing):
+                self._late.pop(block_id, None)
+            if len(missing) > room and len(slots) == room:
+                self._late[self._ids([slot])[0]] = slot, origin, traceparent
         if not slots:
             return None
         ids = self._ids(slots)

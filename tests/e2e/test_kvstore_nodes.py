@@ -72,7 +72,12 @@ def test_a_copied_prefix_outlives_its_node_and_any_other_is_computed_again(nodes
     assert served.cached_tokens > 400
     assert of_node(mesh, other, "hit_blocks_total") - before >= 25
 
+    stored = sum(of_node(mesh, name, "stored_blocks") for name in names)
     lonely = ask(mesh, 50)
+    # What comes later goes to a node that is not replaced any more.
+    wait_for(
+        lambda: sum(of_node(mesh, name, "stored_blocks") for name in names) > stored + 25, within_s=60, what="pushed"
+    )
     for name in names:
         mesh.replace(name)
     forget(mesh, 600)

@@ -1,4 +1,4 @@
-"""Blocks offered as they are about to go, and the order of going that offers do not change."""
+"""Blocks offered as they are completed or about to go, and the order of going that offers do not change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.blocks import BlockId, split_ids
 from services.worker.block_pool import BlockPool
-from services.worker.mover_messages import PushDone
+from services.worker.mover_messages import PushBlocks, PushDone
 from services.worker.pushes import Pushes
 from tests.worker.test_push_memory import REQUEST, A
 
@@ -41,7 +41,7 @@ class Scene:
         """Owner and blocks of what is offered now, all of it taken but for what is of owner `refused`."""
         self.now += after_s
         offers = []
-        for push in self.pushes.leaving(self.now):
+        for push in self.pushes.due(self.now):
             ids = split_ids(push.ids)
             assert push.starts_chain
             offers.append((push.owner_digest[0], [block_id[1] for block_id in ids]))
@@ -116,6 +116,96 @@ def test_what_is_known_of_blocks_ends_with_them() -> None:
         scene.leaving(refused=number % 3)
     assert set(scene.pushes._refusals) <= set(scene.pool.held_ids())
     assert len(scene.pushes._origins) == len(list(scene.pool.held_ids())) == SIZE
+
+
+class Through:
+    """A pool whose blocks are offered as they are completed, at most four at a time."""
+
+    def __init__(self, size: int = 64) -> None:
+        self.pool = BlockPool(size)
+        self.pushes = Pushes(self.pool, max_push_blocks=4)
+        self.pushes.set_target(A, 0.0)
+        self.now = 0.0
+        self.under_way: list[PushBlocks] = []
+        self.taken: list[BlockId] = []
+
+    def complete(self, number: int, length: int) -> None:
+        """Compute `length` blocks of chain `number` in one step."""
+        ids = [BlockId(bytes([number, i]) * 8) for i in range(length)]
+        slots = self.pool.match(ids)
+        self.pool.hold(slots)
+        known = len(slots)
+        for block_id in ids[known:]:
+            (slot,) = self.pool.allocate(1) or ()
+            slots.append(self.pool.register(slot, block_id, slots[-1] if slots else None))
+        for slot in slots[known:]:
+            push = self.pushes.completed(REQUEST, slot, self.now)
+            self.under_way += [push] if push is not None else []
+        self.pool.release(slots)
+        self.pushes.forget(self.pool.take_changes()[1])
+
+    def finish(self, accepted: int | None = None) -> list[BlockId]:
+        """The end of the push that has gone on for longest, of which `accepted` blocks were taken, or all."""
+        push = self.under_way.pop(0)
+        ids = split_ids(push.ids)
+        self.pushes.finish(PushDone(push.key, len(ids) if accepted is None else accepted, *A, accepted is not None))
+        self.under_way += self.pushes.due(self.now)
+        assert sum(len(push.slots) for push in self.under_way) <= 4
+        self.taken += ids[:accepted]
+        return ids
+
+
+def test_what_found_no_room_goes_when_there_is_room_again() -> None:
+    scene = Through()
+    scene.complete(1, 10)
+    while scene.under_way:
+        scene.finish()
+    assert scene.taken == [BlockId(bytes([1, i]) * 8) for i in range(10)]
+    assert scene.pushes.is_idle
+    scene.pool.check()
+
+
+def test_a_node_that_refuses_is_not_pressed_with_what_found_no_room() -> None:
+    scene = Through()
+    scene.complete(1, 10)
+    while len(scene.under_way) > 1:
+        scene.finish()
+    scene.finish(accepted=0)
+    assert scene.under_way == []
+    scene.now += 1.0
+    scene.complete(1, 11)
+    assert scene.under_way != [], "with a descendant it is offered again"
+
+
+def test_what_leaves_the_pool_before_there_is_room_is_counted_and_forgotten() -> None:
+    scene = Through(size=12)
+    scene.complete(1, 8)
+    scene.complete(2, 8)
+    assert scene.pushes.dropped == 4
+    while scene.under_way:
+        scene.finish()
+    assert {block_id[0] for block_id in scene.taken[4:]} == {2}
+    assert len(scene.taken) == len(set(scene.taken)) == 12
+    scene.pool.check()
+
+
+@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(1, 9))), max_size=40))
+def test_every_block_is_offered_once_and_after_its_parent(steps: list[tuple[int, int] | None]) -> None:
+    """None: a push ends."""
+    scene, completed = Through(), set()
+    for step in steps:
+        if step is not None:
+            scene.complete(*step)
+            completed |= {BlockId(bytes([step[0], i]) * 8) for i in range(step[1])}
+        elif scene.under_way:
+            scene.finish()
+    while scene.under_way:
+        scene.finish()
+    assert len(scene.taken) == len(completed)
+    assert set(scene.taken) == completed
+    place = {block_id: index for index, block_id in enumerate(scene.taken)}
+    assert all(place[one] > place[BlockId(bytes([one[0], one[1] - 1]) * 8)] for one in place if one[1])
+    scene.pool.check()
 
 
 @given(st.lists(st.tuples(st.sampled_from(["use", "push"]), st.integers(0, 9)), max_size=60))
