@@ -116,11 +116,11 @@ class EngineLoad(Message, frozen=True):
     """Fields and meaning of proto WorkerLoad; sent at admissions, finishes, ends of pulls and at least every 200 ms.
 
     pushes_dropped: blocks that left the pool before the node was given them. pushes_deferred: times that a completed
-    block had to wait for the turn of its ancestors at a new node. pulls_skipped: planned pulls that did not begin, by reason. pulls_cut:
-    pulls given up for falling behind. staging_waits, staging_short_blocks: transfers that waited for room in staging
-    and blocks that were not transferred for want of it, by use. held_requests: that wait to be resumed. pins: pulls by
-    others that hold blocks here or wait for them. drafted_tokens, accepted_tokens: guesses at tokens, and those of them
-    that held.
+    block had to wait for the turn of its ancestors at a new node. pulls_skipped: planned pulls that did not begin, by
+    reason. pulls_cut: pulls given up for falling behind. staging_waits, staging_short_blocks: transfers that waited for
+    room in staging and blocks that were not transferred for want of it, by use. held_requests: that wait to be resumed.
+    pins: pulls by others that hold blocks here or wait for them. drafted_tokens, accepted_tokens: guesses at tokens,
+    and those of them that held.
     """
 
     progress: int

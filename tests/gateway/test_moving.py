@@ -25,6 +25,7 @@ from kvmesh.v1.worker_pb2 import (
     MOVE_REASON_SHORT_OF_BLOCKS,
     MoveReason,
     WorkerGenerateRequest,
+    WorkerGenerateResponse,
 )
 
 from services.gateway import second_attempt
