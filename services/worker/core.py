@@ -40,6 +40,7 @@ from services.worker.messages import (
     Submit,
 )
 from services.worker.mover_messages import PinBlocks, PullBlocks, PullCut, PullDone, PushDone, Unpin
+from services.worker.prompt_signs import signs
 from services.worker.rates import Rates
 from services.worker.requests import known_by_choice, request_of, usage_of
 from services.worker.scheduler import Scheduler
@@ -197,6 +198,7 @@ class EngineCore:
             self.fail_request(key, code, detail)
         told = [told_of(chunk, one) for chunk, one in zip(chunks, reads, strict=True) if one]
         self.to_front += [one for one in told if one is not None and one.key in self.scheduler.requests]
+        self.to_front += signs(chunks, now)
         work = step_work(chunks)
         by_sequence = {id(chunk.sequence): one for chunk, one in zip(chunks, drawn, strict=True)}
         choices: list[ChoiceOutput] = []

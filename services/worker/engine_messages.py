@@ -16,6 +16,7 @@ from services.worker.messages import (
     Message,
     MoveRequested,
     PreparedRequest,
+    PromptAdvanced,
     PromptEmbedded,
     PromptScored,
     RequestAborted,
@@ -173,6 +174,7 @@ FromEngineToFront = (
     | RequestAborted
     | PreparedRequest
     | MoveRequested
+    | PromptAdvanced
     | PromptEmbedded
     | PromptScored
     | StepOutput

@@ -17,6 +17,7 @@ from services.worker.messages import (
     ChoiceOutput,
     MoveRequested,
     PreparedRequest,
+    PromptAdvanced,
     PromptEmbedded,
     PromptScored,
     RequestFailed,
@@ -68,6 +69,8 @@ class Exchange:
                 yield worker_pb2.WorkerGenerateResponse(prepared=prepared)
             case MoveRequested():
                 yield move_proto(event)
+            case PromptAdvanced():
+                yield worker_pb2.WorkerGenerateResponse(prompt_advanced=worker_pb2.PromptAdvanced())
             case PromptScored():
                 yield scores_proto(event)
             case PromptEmbedded(values=values):

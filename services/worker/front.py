@@ -28,6 +28,7 @@ from services.worker.messages import (
     Message,
     MoveRequested,
     PreparedRequest,
+    PromptAdvanced,
     PromptEmbedded,
     PromptScored,
     RequestAborted,
@@ -198,7 +199,7 @@ class Front:
                 self.board.publish(message)
             case AdmittedRequest() | StaleRequest() | RequestFailed() | PreparedRequest() | MoveRequested():
                 self._deliver(message)
-            case PromptScored() | PromptEmbedded():
+            case PromptAdvanced() | PromptScored() | PromptEmbedded():
                 self._deliver(message)
             case RequestAborted():
                 self.metrics.served(message.usage)

@@ -143,6 +143,12 @@ class PreparedRequest(Message, frozen=True):
     compute_s: float = 0.0
 
 
+class PromptAdvanced(Message, frozen=True):
+    """Tokens that request `key` brought have been computed, and there is nothing else to say of it yet."""
+
+    key: int
+
+
 class MoveRequested(Message, frozen=True):
     """Request `key` would better go on elsewhere."""
 

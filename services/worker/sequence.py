@@ -87,6 +87,8 @@ class Request:
     held_until_s: float | None = None
     # It was held at first, and may be told what another attempt draws.
     was_held: bool = False
+    # When its caller was last told that it gets on.
+    told_s: float = 0.0
     # Whether its reader has been asked to move it, and whether another's has been for its sake.
     asked_to_move: bool = False
     wanted_room: bool = False

@@ -15,6 +15,7 @@ from services.worker.messages import (
     ChoiceOutput,
     MoveRequested,
     PreparedRequest,
+    PromptAdvanced,
     PromptEmbedded,
     PromptScored,
     RequestFailed,
@@ -26,6 +27,7 @@ Event = (
     AdmittedRequest
     | StaleRequest
     | RequestFailed
+    | PromptAdvanced
     | PromptEmbedded
     | PromptScored
     | ChoiceOutput

@@ -50,6 +50,7 @@ from kvmesh.v1.worker_pb2 import (
     MoveReason,
     MoveWanted,
     Prepared,
+    PromptAdvanced,
     ResumeAttempt,
     ServeBatch,
     ServeRequest,
@@ -101,7 +102,8 @@ class Script:
     fail_admitted: it fails with this status once it is admitted.
     fail_held: it fails instead of being prepared. leave_held: it would rather not go on before it is. prepare_s:
     that takes it so long, every time, and not before prepare_after. takes_more: it may be told more then. prefill_s:
-    the first token of one that is not held takes it so long, and does not come before answer_after. fail_scoring: it
+    the first token of one that is not held takes it so long, and so long again for each of the `signs` that it gives
+    before; and does not come before answer_after. fail_scoring: it
     fails when it has told log probabilities of so many tokens of the prompt. leave_scoring: it would rather not go on
     while it tells them. repeats: how often the numbers of an embedding stand in it. draws_beside: it is told what
     others draw, and each of its tokens takes pause_s, the first not before draw_after, those of other choices than the
@@ -133,6 +135,7 @@ class Script:
     leaves_out: int | None = None
     accelerator_s: float = 0.0
     prefill_s: float = 0.0
+    signs: int = 0
     answer_after: asyncio.Event | None = None
     pause_s: float = 0.0
     cached: int = 0
@@ -278,6 +281,9 @@ class FakeWorker(WorkerServicer):
                 is_held = resume.hold
                 self.rounds += is_held
         else:
+            for _ in range(script.signs):
+                await asyncio.sleep(script.prefill_s)
+                yield WorkerGenerateResponse(prompt_advanced=PromptAdvanced())
             await asyncio.sleep(script.prefill_s)
             if script.answer_after is not None:
                 await script.answer_after.wait()

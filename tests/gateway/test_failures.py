@@ -243,6 +243,12 @@ async def test_silent_worker_is_given_up(strict: Mesh) -> None:
     assert raw.count("\n\n: \n\n") >= 1, "a silent stream is kept open by comments"
 
 
+async def test_a_prompt_that_gets_on_may_take_longer_than_silence_may_last(strict: Mesh) -> None:
+    strict.plan[:] = [Script(answer_tokens(strict), prefill_s=0.5, signs=5), Script([])]
+    assert (await strict.complete())["choices"][0]["text"] == ANSWER
+    assert len(strict.router.asks) == 1
+
+
 async def test_the_router_is_asked_again_while_the_worker_says_nothing(strict: Mesh) -> None:
     """Not excluded at first: it may be slow and alone. The router does not name it again once it is suspect."""
     tokens = answer_tokens(strict)

@@ -241,6 +241,7 @@ class WorkerGenerateResponse(_message.Message):
     MOVE_WANTED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    PROMPT_ADVANCED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___Admitted: ...
     @_builtins.property
@@ -261,6 +262,10 @@ class WorkerGenerateResponse(_message.Message):
 
     @_builtins.property
     def embedding(self) -> Global___Embedding: ...
+    @_builtins.property
+    def prompt_advanced(self) -> Global___PromptAdvanced:
+        """About once a second while a prompt is computed that there is nothing else to say of."""
+
     def __init__(
         self,
         *,
@@ -273,12 +278,13 @@ class WorkerGenerateResponse(_message.Message):
         move_wanted: Global___MoveWanted | None = ...,
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
         embedding: Global___Embedding | None = ...,
+        prompt_advanced: Global___PromptAdvanced | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "embedding", b"embedding", "event", b"event", "finish", b"finish", "move_wanted", b"move_wanted", "prepared", b"prepared", "prompt_logprobs", b"prompt_logprobs", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "embedding", b"embedding", "event", b"event", "finish", b"finish", "move_wanted", b"move_wanted", "prepared", b"prepared", "prompt_advanced", b"prompt_advanced", "prompt_logprobs", b"prompt_logprobs", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "embedding", b"embedding", "event", b"event", "finish", b"finish", "move_wanted", b"move_wanted", "prepared", b"prepared", "prompt_logprobs", b"prompt_logprobs", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "completed", b"completed", "embedding", b"embedding", "event", b"event", "finish", b"finish", "move_wanted", b"move_wanted", "prepared", b"prepared", "prompt_advanced", b"prompt_advanced", "prompt_logprobs", b"prompt_logprobs", "stale", b"stale", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "stale", "tokens", "finish", "completed", "prepared", "move_wanted", "prompt_logprobs", "embedding"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "stale", "tokens", "finish", "completed", "prepared", "move_wanted", "prompt_logprobs", "embedding", "prompt_advanced"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -332,6 +338,23 @@ class Stale(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Stale: _TypeAlias = Stale  # noqa: Y015
+
+@_typing.final
+class PromptAdvanced(_message.Message):
+    """More of what the request brought has been computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptAdvanced: _TypeAlias = PromptAdvanced  # noqa: Y015
 
 @_typing.final
 class Embedding(_message.Message):
