@@ -2,9 +2,10 @@
 
 An adapter is read, checked against the digest that it is asked for by, and brought into the decoder's form beside the
 loop; the loop's thread then stores one address. A slot changes only while nobody holds it (residency.py), so that no
-step sees another adapter than its sequences have. When its size is known, it is loaded where those that are held leave
-room for it (`max_bytes`); otherwise whoever wants it is sent elsewhere. So is at once, while all threads that load
-hang, whoever wants one that is not there: nothing gives way for it.
+step sees another adapter than its sequences have. When its size is known, it waits until those that are held leave room
+for it (`max_bytes`), as long as anybody wants it and one at a time; whoever wants another that finds none is sent
+elsewhere. So is at once, while all threads that load hang, whoever wants one that is not there: nothing gives way for
+it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -34,6 +36,16 @@ _SHOWN_DIGITS = 12
 _FULL = Refused("FAILED_PRECONDITION", "the adapters of others leave no memory for the request's")
 _STUCK = Refused("FAILED_PRECONDITION", "no further adapter can be loaded: files of others cannot be read")
 _log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """An adapter that has been read for a slot, which took `seconds`."""
+
+    slot: int
+    adapter: AdapterRef
+    prepared: PreparedAdapter
+    seconds: float
 
 
 class Adapters:
@@ -59,6 +71,8 @@ class Adapters:
         self._clock = clock
         self._residency = Residency(table.num_slots, max_waiting=max_waiting, max_bytes=max_bytes)
         self._loading = AdapterLoads(self._timed, most_s=max_wait_s)
+        # It waits for memory.
+        self._homeless: _Read | None = None
         # Of the requests that have not ended.
         self._wanted: dict[int, AdapterRef] = {}
         # Told by the next `take`.
@@ -71,6 +85,11 @@ class Adapters:
     def is_settled(self) -> bool:
         """See AdapterSource."""
         return self._residency.is_settled and not self._refused
+
+    @property
+    def is_short(self) -> bool:
+        """Whether an adapter waits for memory."""
+        return self._homeless is not None
 
     @property
     def figures(self) -> AdapterFigures:
@@ -109,8 +128,10 @@ class Adapters:
         """See AdapterSource."""
         outcomes: list[tuple[int, int | Refused]] = [*self._refused]
         self._refused.clear()
+        if self._homeless is not None:
+            outcomes += self._house(self._homeless, now)
         for slot, adapter, loaded in self._loading.take(now):
-            outcomes += self._settle(slot, adapter, loaded)
+            outcomes += self._settle(slot, adapter, loaded, now)
         late = Refused("RESOURCE_EXHAUSTED", "no place for the request's adapter has become free in time")
         outcomes += [(key, late) for key in self._residency.late(now, self._max_wait_s)]
         if self._loading.is_stuck:
@@ -129,31 +150,46 @@ class Adapters:
         if self._wanted.pop(key, None) is not None:
             self._residency.release(key)
 
-    def _settle(self, slot: int, adapter: AdapterRef, loaded: Future[Loaded]) -> list[tuple[int, int | Refused]]:
+    def _settle(
+        self, slot: int, adapter: AdapterRef, loaded: Future[Loaded], now: float
+    ) -> list[tuple[int, int | Refused]]:
         """A load has ended; those who get nothing of it."""
-        digest = adapter.digest.hex()[:_SHOWN_DIGITS]
         try:
             prepared, seconds = loaded.result()
         except Exception as error:
             self._failures += 1
             told = _log.warning if isinstance(error, InvalidAdapter) else _log.exception
-            told("an adapter could not be loaded", adapter=digest, reason=str(error))
+            told("an adapter could not be loaded", adapter=_shown(adapter), reason=str(error))
             refused = Refused("FAILED_PRECONDITION", f"the request's adapter cannot be loaded: {_line(error)}")
             return [(key, refused) for key in self._residency.failed(slot)]
-        emptied = self._residency.make_room(prepared.num_bytes)
+        return self._house(_Read(slot, adapter, prepared, seconds), now)
+
+    def _house(self, read: _Read, now: float) -> list[tuple[int, int | Refused]]:
+        """Put an adapter into its slot where there is memory for it; those who get nothing of it otherwise."""
+        emptied = self._residency.make_room(read.prepared.num_bytes)
+        if emptied is None and self._may_wait(read, now):
+            return []
+        if read is self._homeless:
+            self._homeless = self._residency.short_since = None
         if emptied is None:
             self._failures += 1
-            _log.warning("an adapter has no room", adapter=digest, bytes=prepared.num_bytes)
-            return [(key, _FULL) for key in self._residency.failed(slot)]
+            _log.warning("an adapter has no room", adapter=_shown(read.adapter), bytes=read.prepared.num_bytes)
+            return [(key, _FULL) for key in self._residency.failed(read.slot)]
         for number in emptied:
             self._table.put(number, None)
-        self._table.put(slot, prepared)
-        self._residency.loaded(slot, prepared.num_bytes)
+        self._table.put(read.slot, read.prepared)
+        self._residency.loaded(read.slot, read.prepared.num_bytes)
         self._loads += 1
-        self._load_seconds += seconds
-        self._load_s += _WEIGHT_OF_NEWEST * (seconds - self._load_s)
-        _log.info("adapter loaded", adapter=digest, slot=slot, seconds=round(seconds, 4))
+        self._load_seconds += read.seconds
+        self._load_s += _WEIGHT_OF_NEWEST * (read.seconds - self._load_s)
+        _log.info("adapter loaded", adapter=_shown(read.adapter), slot=read.slot, seconds=round(read.seconds, 4))
         return []
+
+    def _may_wait(self, read: _Read, now: float) -> bool:
+        """Whether an adapter waits for memory: the only one that does, and as long as it is wanted."""
+        if self._homeless is None:
+            self._homeless, self._residency.short_since = read, now
+        return read is self._homeless and self._residency.is_wanted(read.slot)
 
     def _start_loads(self, now: float) -> None:
         for load in self._residency.take_loads():
@@ -181,6 +217,10 @@ def adapter_loader(
         return prepared
 
     return RememberedFailures(load)
+
+
+def _shown(adapter: AdapterRef) -> str:
+    return adapter.digest.hex()[:_SHOWN_DIGITS]
 
 
 def _line(error: Exception) -> str:

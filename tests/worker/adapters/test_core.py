@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from services.common.adapter_files import InvalidAdapter
+from services.worker.adapters.residency import OVERTAKE_S
 from services.worker.adapters.source import AdapterRef
 from services.worker.core import EngineCore
 from services.worker.draws import Draws
@@ -22,7 +23,7 @@ from tests.worker.cores import make_core, submit
 PROMPT = [1, 2, 3]
 REFS = [AdapterRef(bytes([number]) * 16, f"/adapters/{number}") for number in range(4)]
 BROKEN = AdapterRef(b"x" * 16, "/broken")
-LARGE = AdapterRef(b"l" * 16, "/large")
+LARGE, ALSO_LARGE = AdapterRef(b"l" * 16, "/large"), AdapterRef(b"L" * 16, "/also")
 MAX_BYTES = 10
 MAX_WAIT_S = 5.0
 WITHIN_S = 30.0
@@ -59,6 +60,7 @@ class Engine:
     table: Table
     adapters: Adapters
     gate: threading.Event
+    load: Callable[[AdapterRef], PreparedAdapter]
     now: float = 0.0
 
     def turn(self) -> list[int]:
@@ -96,10 +98,10 @@ def engine() -> Iterator[Engine]:
         assert gate.wait(WITHIN_S)
         if adapter == BROKEN:
             raise InvalidAdapter("nothing there")
-        return Prepared(adapter.digest, MAX_BYTES if adapter == LARGE else 1)
+        return Prepared(adapter.digest, MAX_BYTES if adapter in (LARGE, ALSO_LARGE) else 1)
 
     adapters = Adapters(table, load, max_waiting=1, max_wait_s=MAX_WAIT_S, max_bytes=MAX_BYTES)
-    yield Engine(make_core(adapters=adapters), table, adapters, gate)
+    yield Engine(make_core(adapters=adapters), table, adapters, gate, load)
     gate.set()
 
 
@@ -184,21 +186,69 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_requests_alone(engine: Engin
     assert not engine.core.is_preparing
 
 
-def test_an_adapter_for_which_held_ones_leave_no_memory_sends_its_request_elsewhere(engine: Engine) -> None:
+def test_an_adapter_waits_until_held_ones_leave_memory_for_it(engine: Engine) -> None:
     engine.gate.set()
     engine.core.handle(submit(1, PROMPT, 200, adapter=REFS[1]), 0.0)
     engine.until(lambda: len(engine.turn()) == 1)
     engine.core.handle(submit(2, PROMPT, 2, adapter=LARGE), 0.0)
-    # As one that cannot be loaded: the gateway tries workers before it comes back.
-    engine.until(lambda: engine.failures() == {2: "FAILED_PRECONDITION"})
+    engine.until(lambda: engine.adapters.is_short)
     assert engine.adapters.figures.resident == [REFS[1].digest]
-    assert engine.adapters.figures.failures == 1
     engine.core.handle(Abort(1), 0.0)
-    engine.core.handle(submit(3, PROMPT, 2, adapter=LARGE), 0.0)
-    engine.until(lambda: 3 in engine.completed())
+    engine.until(lambda: 2 in engine.completed())
+    assert not engine.adapters.is_short
     assert engine.adapters.figures.resident == [LARGE.digest]
     assert engine.adapters.figures.resident_bytes == MAX_BYTES
     assert [digest for digest in engine.table.slots.values() if digest] == [LARGE.digest]
+
+
+def test_where_one_waits_for_memory_another_is_sent_elsewhere(engine: Engine) -> None:
+    engine.gate.set()
+    adapters = Adapters(Table(3), engine.load, max_waiting=1, max_wait_s=MAX_WAIT_S, max_bytes=MAX_BYTES)
+    engine.adapters, engine.core = adapters, make_core(adapters=adapters)
+    engine.core.handle(submit(1, PROMPT, 200, adapter=REFS[1]), 0.0)
+    engine.until(lambda: len(engine.turn()) == 1)
+    engine.core.handle(submit(2, PROMPT, 2, adapter=LARGE), 0.0)
+    engine.until(lambda: adapters.is_short)
+    # As one that cannot be loaded: the gateway tries workers before it comes back.
+    engine.core.handle(submit(3, PROMPT, 2, adapter=ALSO_LARGE), 0.0)
+    engine.until(lambda: engine.failures() == {3: "FAILED_PRECONDITION"})
+    assert adapters.figures.failures == 1
+    assert adapters.is_short
+
+
+def test_an_adapter_that_waits_for_memory_goes_with_those_who_want_it(engine: Engine) -> None:
+    engine.gate.set()
+    engine.core.handle(submit(1, PROMPT, 200, adapter=REFS[1]), 0.0)
+    engine.until(lambda: len(engine.turn()) == 1)
+    for key in (2, 3):
+        engine.core.handle(submit(key, PROMPT, 2, adapter=LARGE), engine.now)
+        engine.until(lambda: engine.adapters.is_short)
+        if key == 2:
+            engine.core.handle(Abort(key), engine.now)
+        else:
+            engine.now += MAX_WAIT_S + 1.0
+        engine.turn()
+        engine.turn()
+        assert not engine.adapters.is_short
+        assert engine.adapters.figures.idle == 1
+    assert engine.failures() == {3: "RESOURCE_EXHAUSTED"}
+
+
+def test_an_adapter_that_waits_for_memory_is_overtaken_for_a_while_only(engine: Engine) -> None:
+    engine.gate.set()
+    engine.core.handle(submit(1, PROMPT, 60, adapter=REFS[1]), 0.0)
+    engine.until(lambda: len(engine.turn()) == 1)
+    engine.core.handle(submit(2, PROMPT, 2, adapter=LARGE), 0.0)
+    engine.until(lambda: engine.adapters.is_short)
+    engine.core.handle(submit(3, PROMPT, 2, adapter=REFS[1]), engine.now)
+    engine.until(lambda: 3 in engine.completed())
+    assert 1 not in engine.completed()
+    engine.now += OVERTAKE_S + 0.1
+    engine.core.handle(submit(4, PROMPT, 2, adapter=REFS[1]), engine.now)
+    engine.until(lambda: 4 in engine.completed())
+    outputs = [one for one in engine.core.to_front if isinstance(one, StepOutput)]
+    ended = [usage.key for output in outputs for usage in output.completed]
+    assert ended == [3, 1, 2, 4]
 
 
 def test_no_place_is_told_where_held_adapters_leave_no_memory(engine: Engine) -> None:
