@@ -2,7 +2,8 @@
 
 CPU workers with one thread each. Streams of about a thousand tokens of context all run on one worker, which gets
 SIGTERM. The same requests are answered undisturbed before, to compare texts. A stream's gap is the longest time between
-two of its events from the signal until the worker has ended; beside it stand the times between two events before it.
+two of its events from the signal until the worker has ended; beside it stand the times between two events before it,
+and the longest one in the seconds after, in which the worker's successor starts.
 Every round is a mesh of its own. Afterwards nothing may be running, referenced, leased or waiting anywhere.
 """
 
@@ -36,6 +37,8 @@ _VICTIM = "worker-0"
 # Events of every stream before the signal.
 _EVENTS_BEFORE = 20
 _END_TIMEOUT_S = 60.0
+# From the worker's end on: time in which its successor starts.
+_AFTER_S = 8.0
 # What must be back at zero: of the workers and their movers, of kvstore nodes and gateways.
 _STATEFUL = ("worker", "kvstore", "gateway")
 _IDLE_GAUGES = (
@@ -54,7 +57,8 @@ class Round:
     """One drain. Times in ms: a gap a stream, and the times between events of all streams before the signal.
 
     ended_s: from the signal to the worker's end. during: times between events of all streams until then, the longest of
-    each left out. moves: what the gateway logged of each. left: gauges that are not back at zero.
+    each left out. after_gaps_ms: those of the seconds after. moves: what the gateway logged of each. left: gauges that
+    are not back at zero.
     """
 
     exit: str
@@ -65,6 +69,7 @@ class Round:
     moved: float
     rescues: float
     gaps_ms: list[float]
+    after_gaps_ms: list[float]
     before_p50_ms: float
     before_p99_ms: float
     during_p50_ms: float
@@ -129,6 +134,7 @@ async def _drain(mesh: LocalMesh, bodies: Sequence[dict[str, Any]]) -> Round:
     await _eventually(lambda: "" if _left(mesh) else "idle")
     before_ms = sorted(1e3 * gap for one in streams for gap in one.gaps_s(0.0, signalled_s)[1:-1])
     gaps_ms = [sorted(1e3 * gap for gap in one.gaps_s(signalled_s, ended_s)) for one in streams]
+    after_ms = [one.gaps_s(ended_s, ended_s + _AFTER_S) for one in streams]
     during_ms = sorted(gap for gaps in gaps_ms for gap in gaps[:-1]) or [0.0]
     moves = mesh.total("gateway", "kvmesh_gateway_move_gap_seconds_count")
     gateways = [one["name"] for one in mesh.processes if one["kind"] == "gateway"]
@@ -141,6 +147,7 @@ async def _drain(mesh: LocalMesh, bodies: Sequence[dict[str, Any]]) -> Round:
         moved=mesh.total("gateway", "kvmesh_gateway_moves_total", 'outcome="moved"'),
         rescues=mesh.total("gateway", "kvmesh_gateway_rescues_total"),
         gaps_ms=[gaps[-1] if gaps else 0.0 for gaps in gaps_ms],
+        after_gaps_ms=[1e3 * max(gaps, default=0.0) for gaps in after_ms],
         before_p50_ms=percentile(before_ms, 0.5),
         before_p99_ms=percentile(before_ms, 0.99),
         during_p50_ms=percentile(during_ms, 0.5),
@@ -175,10 +182,14 @@ def _victim_end(mesh: LocalMesh) -> str:
     return found[-1] if found else ""
 
 
+def _sorted_ms(gaps_ms: Sequence[float]) -> str:
+    return " ".join(f"{gap:.0f}" for gap in sorted(gaps_ms))
+
+
 def _show(rounds: Sequence[Round], title: str) -> None:
     table = Table(title=title)
-    columns = "exit", "ended s", "errors", "equal", "moved", "rescues", "gaps ms", "before / during p50 ms", "left"
-    for column in columns:
+    gaps = "gaps ms", "after ms", "before / during p50 ms"
+    for column in ("exit", "ended s", "errors", "equal", "moved", "rescues", *gaps, "left"):
         table.add_column(column, justify="right")
     for one in rounds:
         table.add_row(
@@ -188,7 +199,8 @@ def _show(rounds: Sequence[Round], title: str) -> None:
             f"{one.equal_texts}/{one.streams}",
             f"{one.moved:.0f}",
             f"{one.rescues:.0f}",
-            " ".join(f"{gap:.0f}" for gap in sorted(one.gaps_ms)),
+            _sorted_ms(one.gaps_ms),
+            _sorted_ms(one.after_gaps_ms),
             f"{one.before_p50_ms:.0f} / {one.during_p50_ms:.0f}",
             json.dumps(one.left) if one.left else "nothing",
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from bench.drain import Round
 from bench.drain_streams import Stream, body_of
 
-CLEAN = Round("status 0", 1.0, 2, [], 2, 2.0, 0.0, [60.0, 80.0], 30.0, 40.0, 32.0, 45.0, 70.0, [], {})
+CLEAN = Round("status 0", 1.0, 2, [], 2, 2.0, 0.0, [60.0, 80.0], [50.0, 50.0], 30.0, 40.0, 32.0, 45.0, 70.0, [], {})
 
 
 def test_the_gap_is_the_time_between_the_last_event_before_a_move_and_the_first_after() -> None:

@@ -24,13 +24,13 @@ from llguidance import LLTokenizer
 from services.common.grammars import GrammarError, check_matcher, compile_grammar, grammar_tokenizer
 from services.common.models import ModelSource
 from services.common.process import die_with_parent
+from services.common.session_niceness import set_session_niceness
 from services.common.text.model_tokenizer import load_tokenizer
 from services.gateway.grammars.places import place_of_error
 
 LENGTH = struct.Struct(">I")
 # Niceness while compiling: those who have streams open go before.
 _NICE = 10
-_AUTOGROUP = Path("/proc/self/autogroup")
 TOO_MUCH = "it takes too long, or too much memory, to compile"
 # Tokens of some answer that a grammar is followed for, to see that it can be.
 _PROBED_TOKENS = 4
@@ -183,8 +183,7 @@ def _give_way() -> None:
     with contextlib.suppress(PermissionError):
         os.setsid()
     os.nice(_NICE)
-    with contextlib.suppress(OSError):
-        _AUTOGROUP.write_text(str(_NICE))
+    set_session_niceness(_NICE)
 
 
 def _answer(sink: BinaryIO, text: str) -> None:

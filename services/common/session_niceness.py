@@ -1,0 +1,38 @@
+"""The niceness of a session: how its processes stand against those of other sessions for the processor (Linux).
+
+Where the kernel shares the processor among sessions first ("autogroups", sched(7)), nice(2) counts within one alone,
+and this counts between them. Unlike nice(2) it may be taken back without a privilege.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+
+_AUTOGROUP = Path("/proc/self/autogroup")
+# Without a privilege one may ask ten times a second, all processes of the machine together.
+_TRIES = 20
+_RETRY_S = 0.1
+
+
+def set_session_niceness(niceness: int) -> bool:
+    """Of this process's session, -20 to 19; False where that is not possible. Blocks for 2 s at most."""
+    for _ in range(_TRIES):
+        try:
+            _AUTOGROUP.write_text(str(niceness))
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                return False
+            time.sleep(_RETRY_S)
+        else:
+            return True
+    return False
+
+
+def session_niceness() -> int | None:
+    """Of this process's session; None where sessions have none."""
+    try:
+        return int(_AUTOGROUP.read_text().split()[-1])
+    except (OSError, ValueError, IndexError):
+        return None
