@@ -86,7 +86,7 @@ class Round:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the rounds, print, write the file; 1 when anything was lost or is left."""
+    """Run the rounds, write the file after each, print; 1 when anything was lost or is left."""
     parser = argparse.ArgumentParser(prog="bench.drain", description=__doc__, allow_abbrev=False)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--streams", type=int, default=8)
@@ -96,14 +96,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, default=RESULTS, help=f"where the result goes ({RESULTS.name})")
     given = parser.parse_args(argv)
     machine, load_before = Machine.here(), os.getloadavg()[0]
-    rounds = [_round(number, given) for number in range(given.rounds)]
-    gaps_ms = sorted(gap for one in rounds for gap in one.gaps_ms)
-    found = {"gap_p50_ms": percentile(gaps_ms, 0.5), "gap_p99_ms": percentile(gaps_ms, 0.99)}
     options = {name: value for name, value in vars(given).items() if name != "json"}
-    result = {"machine": asdict(machine), "load_before": load_before, "options": options, **found}
-    given.json.write_text(json.dumps({**result, "rounds": [asdict(one) for one in rounds]}, indent=1) + "\n")
+    result = {"machine": asdict(machine), "load_before": load_before, "options": options}
+    rounds: list[Round] = []
+    for number in range(given.rounds):
+        rounds.append(_round(number, given))
+        told = {**result, **_percentiles(rounds), "rounds": [asdict(one) for one in rounds]}
+        given.json.write_text(json.dumps(told, indent=1) + "\n")
+    found = _percentiles(rounds)
     _show(rounds, f"Gap p50 {found['gap_p50_ms']:.0f} ms, p99 {found['gap_p99_ms']:.0f} ms. {machine}")
     return 0 if all(one.is_clean for one in rounds) else 1
+
+
+def _percentiles(rounds: Sequence[Round]) -> dict[str, float]:
+    gaps_ms = sorted(gap for one in rounds for gap in one.gaps_ms)
+    return {"gap_p50_ms": percentile(gaps_ms, 0.5), "gap_p99_ms": percentile(gaps_ms, 0.99)}
 
 
 def _round(number: int, given: argparse.Namespace) -> Round:
