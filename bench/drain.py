@@ -129,8 +129,9 @@ async def _drain(mesh: LocalMesh, bodies: Sequence[dict[str, Any]]) -> Round:
     following = asyncio.create_task(_follow_all(mesh, bodies, streams))
     try:
         await wait_for_events(streams, _EVENTS_BEFORE)
-        for name in others:
-            await asyncio.to_thread(mesh.kvmesh, "ctl", "undrain", name)
+        await asyncio.gather(*(asyncio.to_thread(mesh.kvmesh, "ctl", "undrain", name) for name in others))
+        if any(one.is_done for one in streams):
+            raise RuntimeError("a stream ended before the signal: it takes more output tokens")
         signalled_s = time.monotonic()
         os.kill(next(one["pid"] for one in mesh.processes if one["name"] == _VICTIM), signal.SIGTERM)
         end = await _eventually(lambda: _victim_end(mesh))
