@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import jsonschema
@@ -20,6 +23,7 @@ from services.gateway.grammars.formats import json_form, regex_form
 from services.gateway.request import AnswerForm
 from tests.gateway.conftest import Mesh
 from tests.support.schemas import HOSTILE, REFUSED, SCHEMAS
+from tests.support.waiting import eventually
 
 MODEL, VOCAB = "smollm2-135m", 49152
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -79,6 +83,30 @@ async def test_what_takes_too_long_ends_the_process_and_is_remembered() -> None:
     assert await verdict(checker, form) == together[0]
     assert (checker.losses, checker.refusals) == (1, 6)
     assert await verdict(checker, json_form("f", {"type": "object"})) == ""
+    await checker.close()
+
+
+def compilers(parent_pid: int) -> set[int]:
+    """Children of a process that check grammars, or compile one."""
+    found: set[int] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            is_child = int((process / "stat").read_text().rpartition(")")[2].split()[1]) == parent_pid
+            if is_child and b"services.gateway.grammars.process" in (process / "cmdline").read_bytes():
+                found.add(int(process.name))
+    return found
+
+
+async def test_grammars_are_compiled_on_cores_that_count_as_free_for_all_others() -> None:
+    others = compilers(os.getpid())
+    checker = GrammarChecker([resolve_model(MODEL)], max_bytes=2**16, cpu_s=0.5, memory_bytes=2**28)
+    assert await verdict(checker, json_form("f", {"type": "object"})) == ""
+    (process,) = compilers(os.getpid()) - others
+    asking = asyncio.create_task(verdict(checker, json_form("f", HOSTILE["large multiple"])))
+    await eventually(lambda: asking.done() or compilers(process))
+    (child,) = compilers(process)
+    assert os.sched_getscheduler(child) == os.sched_getscheduler(process) == os.SCHED_IDLE
+    assert "it takes too long" in await asking
     await checker.close()
 
 

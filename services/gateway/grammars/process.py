@@ -179,10 +179,15 @@ def main() -> int:
 
 
 def _give_way() -> None:
-    """Let all else go before: Linux may share the processor among sessions before it looks at niceness (sched(7))."""
+    """Let all else go before, with the children to come.
+
+    Linux may share the processor among sessions before it looks at niceness (sched(7)). A core that has only idle-class
+    work counts as free for whoever wakes; with work of any niceness it would be passed by for one with a queue.
+    """
     with contextlib.suppress(PermissionError):
         os.setsid()
     os.nice(_NICE)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     set_session_niceness(_NICE)
 
 
