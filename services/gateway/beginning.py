@@ -241,7 +241,7 @@ class Beginner:
         ]
 
     def _generation(self, plan: Plan, streams: Sequence[PlacedStream]) -> Generation:
-        return Generation(plan, self.catalog.texts[plan.model].vocabulary, streams)
+        return Generation(plan, self.catalog.texts[plan.model].vocabulary_of(plan), streams)
 
     def _job(
         self, session: Session, plan: Plan, sampling: SamplingParams, index: int, prompt: PromptPlan

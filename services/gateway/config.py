@@ -10,6 +10,7 @@ from pydantic_settings import NoDecode
 
 from services.common.models import DEFAULT_MODEL, resolve_model
 from services.common.settings import ServiceSettings
+from services.gateway.tools.call_format import FORMATS, GENERIC
 
 Names = Annotated[tuple[str, ...], NoDecode]
 
@@ -23,6 +24,10 @@ class GatewaySettings(ServiceSettings):
     models: Names = Field((DEFAULT_MODEL,), min_length=1, description="Artifacts whose tokenizers are loaded.")
     on_demand_models: Names = Field(
         (), description="Names of those of `models` that are loaded when they are asked for: requests wait meanwhile."
+    )
+    call_formats: Names = Field(
+        (),
+        description="NAME=FORMAT of those of `models` whose calls of functions are not written as their template has.",
     )
     max_cold_requests: int = Field(256, ge=1, description="Requests that wait for models to be loaded before 503.")
     max_cold_wait_s: float = Field(120.0, gt=0, description="Longest such wait.")
@@ -100,7 +105,24 @@ class GatewaySettings(ServiceSettings):
             raise ValueError(f"on_demand_models names {', '.join(sorted(unknown))}, not among models")
         return self
 
-    @field_validator("routers", "models", "on_demand_models", mode="before")
+    @model_validator(mode="after")
+    def _check_call_formats(self) -> Self:
+        names = {resolve_model(spec).name for spec in self.models} if self.call_formats else set()
+        known = (*FORMATS, GENERIC)
+        for entry in self.call_formats:
+            name, separator, call_format = entry.partition("=")
+            if not separator or name not in names:
+                raise ValueError(f"call_formats has {entry!r}, not NAME=FORMAT with a name among models")
+            if call_format not in known:
+                raise ValueError(f"call_formats has {call_format!r}, none of {', '.join(known)}")
+        return self
+
+    @property
+    def call_format_of(self) -> dict[str, str]:
+        """Formats of `call_formats` by the model's name."""
+        return dict(entry.split("=", 1) for entry in self.call_formats)
+
+    @field_validator("routers", "models", "on_demand_models", "call_formats", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):

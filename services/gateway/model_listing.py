@@ -37,6 +37,7 @@ class ModelListing:
             state = "loading" if self.cold.is_wanted(base) else "unloaded"
             parent = base if base != model else ""
             info = ModelInfo(name=model, parent=parent, state=state, cold_start_s=self.cold.forecast_s(base))
+        info.call_format = self.catalog.texts[base].calls.format.name
         if model != name:
             info.name, info.alias_of = name, model
         return info

@@ -12,15 +12,18 @@ from services.gateway.adapters import AdapterView
 from services.gateway.errors import ContextLengthExceeded, InvalidRequest
 from services.gateway.request import (
     MAX_PROMPT_LOGPROBS,
+    AnswerForm,
     GenerationRequest,
     Plan,
     PromptPlan,
     Sampling,
+    ToolUse,
     check_request,
 )
 from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.sampling_defaults import with_defaults
 from services.gateway.text.text_model import TextModel
+from services.gateway.tools.tool_use import tool_form
 
 # A leading part of so many characters for each token of the context is tokenised of a text that is much longer.
 _PROBED_CHARACTERS_PER_TOKEN = 8
@@ -92,6 +95,7 @@ def make_plan(
     _check_scored(request, sum(map(len, tokens)))
     budgets = [_output_budget(len(ids), request.max_tokens, view, field) for ids in tokens]
     eos = () if request.ignore_eos else text.eos_token_ids
+    form = _form(request, text)
     return Plan(
         model=view.name,
         model_digest=view.digest,
@@ -101,14 +105,15 @@ def make_plan(
             _prompt_plan(ids, _block_ids(block_key, root, ids, view), budget, _echo(request, i, ids, text))
             for i, (ids, budget) in enumerate(zip(tokens, budgets, strict=True))
         ],
-        sampling=_sampling(request, text),
+        sampling=_sampling(request, form, text),
         num_choices=request.num_choices,
         stop=request.stop,
         stop_token_ids=tuple(sorted({*request.stop_token_ids, *eos})),
         priority=request.priority,
         ttft_s=request.ttft_s,
         tpot_s=request.tpot_s,
-        form=request.form,
+        form=form,
+        function_names=_function_names(request),
         vocab_size=view.vocab_size,
         name=request.model,
         adapter=adapter,
@@ -117,15 +122,24 @@ def make_plan(
     )
 
 
-def _sampling(request: GenerationRequest, text: TextModel) -> Sampling:
-    sampling = with_defaults(request.sampling, text.sampling_defaults)
-    if request.form is None:
-        return sampling
-    if not text.eos_token_ids:
+def _form(request: GenerationRequest, text: TextModel) -> AnswerForm | None:
+    if request.form is not None and not text.eos_token_ids:
         raise InvalidRequest(
             f"{request.form.field}: the model {text.name} has no token that ends an answer", request.form.field
         )
-    return msgspec.structs.replace(sampling, grammar=request.form.grammar)
+    if isinstance(request.form, ToolUse):
+        return tool_form(request.form, text.calls.format, text.calls.control)
+    return request.form
+
+
+def _function_names(request: GenerationRequest) -> tuple[str, ...]:
+    use = request.form
+    return tuple(function.name for function in use.functions) if isinstance(use, ToolUse) else ()
+
+
+def _sampling(request: GenerationRequest, form: AnswerForm | None, text: TextModel) -> Sampling:
+    sampling = with_defaults(request.sampling, text.sampling_defaults)
+    return sampling if form is None else msgspec.structs.replace(sampling, grammar=form.grammar)
 
 
 def _prompt_plan(ids: list[int], block_ids: bytes, max_tokens: int, echo: str) -> PromptPlan:

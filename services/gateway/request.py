@@ -6,6 +6,7 @@ Both APIs translate into a GenerationRequest; `planning` turns it into a Plan (t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -55,10 +56,32 @@ class AnswerForm(msgspec.Struct, frozen=True):
     parts: tuple[AnswerForm, ...] = ()
 
 
+class Function(msgspec.Struct, frozen=True):
+    """A function that may be called. parameters: the schema of its arguments, an object's. field: for messages."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    field: str
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """functions: those that may be called. must_call: no answer without a call. most_calls: in one answer."""
+
+    functions: Sequence[Function]
+    must_call: bool
+    most_calls: int
+
+    @property
+    def field(self) -> str:
+        """Of the request, for messages."""
+        return "tools"
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One client request. Either `chat` (one prompt) or `prompts`, each a text or token ids.
 
-    ttft_s, tpot_s: its objectives, 0 for none of its own. form: of every answer; its grammar is not in `sampling` yet.
+    ttft_s, tpot_s: its objectives, 0 for none of its own. form: of every answer, or what that may call; its grammar is
+    not in `sampling` yet.
     A message has the texts role and content, and may have name, tool_call_id and tool_calls, the latter as OpenAI's
     API has them. tools: what the model is told of them, in that API's form too. embeds: embeddings of the prompts are
     wanted, and no answers.
@@ -79,7 +102,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     echo: bool = False
-    form: AnswerForm | None = None
+    form: AnswerForm | ToolUse | None = None
     embeds: bool = False
 
     @property
@@ -105,7 +128,8 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request. stop_token_ids holds the end-of-sequence tokens unless they are to be ignored.
 
-    form: its grammar is still to be compiled, for a model of vocab_size tokens. pooling: all embeddings are made by it;
+    form: its grammar is still to be compiled, for a model of vocab_size tokens. function_names: those that
+    answers may call. pooling: all embeddings are made by it;
     empty: by whatever a worker has.
     """
 
@@ -122,6 +146,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float
     tpot_s: float
     form: AnswerForm | None = None
+    function_names: tuple[str, ...] = ()
     vocab_size: int = 0
     # As the request named its model.
     name: str = ""

@@ -42,8 +42,9 @@ from services.gateway.retry_budget import RetryBudget
 from services.gateway.router_client import RouterClient
 from services.gateway.tenant_generations import TenantGenerations
 from services.gateway.tenants import Tenants
+from services.gateway.text.model_calls import tell_call_formats
 from services.gateway.text.pool import Preparer, TextPool
-from services.gateway.text.text_model import load_text_model
+from services.gateway.text.text_model import load_text_models
 from services.gateway.tickets import LineLimits
 from services.gateway.usage.book import UsageBook
 from services.gateway.usage.prices import Prices
@@ -105,7 +106,8 @@ class GatewayServer:
 
     def _build_core(self, settings: GatewaySettings, secret: MeshSecret) -> Core:
         sources = [resolve_model(spec) for spec in settings.models]
-        texts = {source.name: load_text_model(source) for source in sources}
+        texts = load_text_models(sources, settings.call_format_of)
+        tell_call_formats({name: text.calls for name, text in texts.items()})
         admission = Admission(
             max_total=settings.max_inflight_requests, max_tenant=settings.max_tenant_inflight_requests
         )
@@ -121,6 +123,7 @@ class GatewayServer:
             block_key=secret.block_key,
             processes=settings.text_processes,
             timeout_s=settings.prepare_timeout_s,
+            call_formats=settings.call_format_of,
         )
         self._observe(metrics, pool, catalog, cold)
         return Core(

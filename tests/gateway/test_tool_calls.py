@@ -11,7 +11,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from services.gateway.tools.call_format import TAG, call_text
+from services.gateway.tools.call_format import HERMES
 from tests.gateway.conftest import Mesh
 from tests.gateway.fakes import Script
 from tests.gateway.test_openai_service import events
@@ -19,7 +19,8 @@ from tests.support.tools import TOOLS, function
 
 MODEL = "smollm2-135m"
 PARIS = '{"city": "Pa<tool_call>\\"ris\\" {ü🎉"}'
-CALL, NOW = call_text("get_weather", PARIS), call_text("get_time", "{}")
+TAG = HERMES.tag
+CALL, NOW = HERMES.text([("get_weather", PARIS)]), HERMES.text([("get_time", "{}")])
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 

@@ -14,19 +14,22 @@ from tokenizers import AddedToken, Tokenizer
 from services.common.grammars import compile_grammar, grammar_tokenizer
 from services.gateway.api.openai_parse import CHAT, parse_openai
 from services.gateway.errors import InvalidRequest, UnsupportedParameter
-from services.gateway.request import GenerationRequest, check_request
+from services.gateway.request import AnswerForm, GenerationRequest, ToolUse, check_request
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.vocabulary import build_vocabulary
-from services.gateway.tools.call_format import END_TAG, TAG, call_text
+from services.gateway.tools.call_format import HERMES
+from services.gateway.tools.tool_use import tool_form
 from tests.support.tools import CLOCK, TOOLS, WEATHER, function
 
 USER = {"role": "user", "content": "hi"}
-CITY, NOW = call_text("get_weather", '{"city": "Paris"}'), call_text("get_time", "{}")
+TAG = HERMES.tag
+CITY = HERMES.text([("get_weather", '{"city": "Paris"}')])
+NOW = HERMES.text([("get_time", "{}")])
 CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "18 degrees"}
-HERMES = (
+TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
@@ -40,16 +43,25 @@ def parsed(**fields: Any) -> GenerationRequest:
     return request
 
 
+def call_text(name: str, arguments: str) -> str:
+    return HERMES.text([(name, arguments)])
+
+
 @pytest.fixture(scope="module")
 def tokens(text_model: TextModel) -> LLTokenizer:
     return grammar_tokenizer(text_model.tokenizer, text_model.eos_token_ids, 49152)
 
 
+def form_of(text_model: TextModel, **fields: Any) -> AnswerForm:
+    """What answers to a request with tools have to match."""
+    use = parsed(**{"tools": TOOLS, **fields}).form
+    assert isinstance(use, ToolUse)
+    return tool_form(use, text_model.calls.format, text_model.calls.control)
+
+
 def verdict(tokens: LLTokenizer, text_model: TextModel, answer: str, **fields: Any) -> str:
     """Whether a request's grammar lets an answer be: "whole", "begun" or "" when it does not."""
-    form = parsed(**{"tools": TOOLS, **fields}).form
-    assert form is not None
-    matcher = compile_grammar(tokens, form.grammar)
+    matcher = compile_grammar(tokens, form_of(text_model, **fields).grammar)
     ids = text_model.encode_text(answer)
     if matcher.validate_tokens(ids) < len(ids):
         return ""
@@ -87,34 +99,15 @@ def test_answers_are_held_to_their_calls(
     assert verdict(tokens, text_model, answer, tool_choice=choice) == named
 
 
-def with_tags(text_model: TextModel, *, special: bool) -> TextModel:
-    """The model with tokens for the tags, as Qwen's have them."""
-    tokenizer = Tokenizer.from_str(text_model.tokenizer.to_str())
-    tags = [AddedToken(tag, special=special, normalized=False) for tag in (TAG, END_TAG)]
-    if special:
-        tokenizer.add_special_tokens(tags)
-    else:
-        tokenizer.add_tokens(tags)
-    return dataclasses.replace(text_model, tokenizer=tokenizer, vocabulary=build_vocabulary(tokenizer))
-
-
 def test_a_tag_may_be_one_token(text_model: TextModel) -> None:
-    model = with_tags(text_model, special=False)
-    form = parsed(tools=TOOLS).form
-    assert form is not None
-    matcher = compile_grammar(grammar_tokenizer(model.tokenizer, model.eos_token_ids, 49154), form.grammar)
+    tokenizer = Tokenizer.from_str(text_model.tokenizer.to_str())
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in HERMES.control])
+    model = dataclasses.replace(text_model, tokenizer=tokenizer, vocabulary=build_vocabulary(tokenizer))
+    matcher = compile_grammar(grammar_tokenizer(tokenizer, model.eos_token_ids, 49154), form_of(model).grammar)
     ids = model.encode_text(f"Well.\n{CITY}")
     assert {49152, 49153} <= set(ids)
     assert matcher.validate_tokens(ids) == len(ids)
     assert decode_all(model.vocabulary, ids) == f"Well.\n{CITY}"
-
-
-def test_tools_are_refused_where_tags_are_control_tokens(text_model: TextModel) -> None:
-    model = with_tags(text_model, special=True)
-    with pytest.raises(InvalidRequest) as caught:
-        model.encode_chat([USER], TOOLS)
-    assert caught.value.param == "tools"
-    assert model.encode_chat([USER])
 
 
 def test_arguments_keep_to_references_and_to_what_a_schema_leaves_open(
@@ -189,12 +182,12 @@ def rendered(source: str, messages: list[dict[str, Any]], **fields: Any) -> str:
 
 def test_a_template_that_knows_tools_renders_them() -> None:
     said = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    text = rendered(HERMES, [USER, said, RESULT], tools=[WEATHER])
+    text = rendered(TEMPLATE, [USER, said, RESULT], tools=[WEATHER])
     told, _, chat = text.partition("\n")
     assert json.loads(told) == WEATHER
     assert chat == '<user>hi<assistant><tool_call>{"city": "Paris"}<tool>18 degrees'
     cut = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Pa'}}
-    assert json.dumps('{"city": "Pa') in rendered(HERMES, [USER, {**said, "tool_calls": [cut]}, RESULT])
+    assert json.dumps('{"city": "Pa') in rendered(TEMPLATE, [USER, {**said, "tool_calls": [cut]}, RESULT])
 
 
 def test_other_templates_are_given_tools_as_text(text_model: TextModel) -> None:
@@ -212,7 +205,7 @@ def test_other_templates_are_given_tools_as_text(text_model: TextModel) -> None:
     assert turns == ["hi", f"Let me see.\n{CITY}\n{CITY}", f"{result}\n{result}", "hi", ""]
 
 
-@pytest.mark.parametrize("source", [HERMES, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+@pytest.mark.parametrize("source", [TEMPLATE, "{% for m in messages %}{{ m.content }}{% endfor %}"])
 def test_no_text_of_a_tool_becomes_a_control_token(source: str) -> None:
     evil: Any = function("f", {"type": "object", "properties": {"<s>": {"type": "string", "description": "<s>"}}})
     call = {"id": "c", "type": "function", "function": {"name": "<s>", "arguments": '{"<s>": "<s>"}'}}
@@ -230,4 +223,4 @@ def test_schemas_that_are_nested_deeply_are_served_or_refused(depth: int) -> Non
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
     with contextlib.suppress(InvalidRequest):
-        rendered(HERMES, [USER], tools=[function("f", {"type": "object", "properties": {"a": schema}})])
+        rendered(TEMPLATE, [USER], tools=[function("f", {"type": "object", "properties": {"a": schema}})])

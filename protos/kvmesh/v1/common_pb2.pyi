@@ -30,6 +30,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """An end-of-sequence token, a stop token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the context's end."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
+    """By itself, with calls of functions. Workers know no calls and never say so."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -38,6 +40,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """An end-of-sequence token, a stop token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the context's end."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
+"""By itself, with calls of functions. Workers know no calls and never say so."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _PriorityClass:

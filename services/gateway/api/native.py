@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from kvmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, PromptLogprobs
+from kvmesh.v1.common_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FINISH_REASON_TOOL_CALLS,
+    PromptLogprobs,
+)
 from kvmesh.v1.inference_pb2 import AnswerForm as AnswerFormMessage
 from kvmesh.v1.inference_pb2 import (
-    ChatMessages,
     ChoiceFinish,
     DetokenizeRequest,
     DetokenizeResponse,
@@ -25,15 +29,18 @@ from kvmesh.v1.inference_pb2 import (
 from kvmesh.v1.inference_pb2_grpc import InferenceServicer
 
 from services.gateway.api.edge import Context, abort, as_gateway_error, metadata_of, on_end, send_headers
+from services.gateway.api.native_tools import call_deltas, chat_messages, requested_use, told_tools
+from services.gateway.beginning import Begun
 from services.gateway.core import Core, check_request_id
 from services.gateway.errors import InvalidRequest
 from services.gateway.grammars.formats import choice_form, grammar_form, json_form, object_form, regex_form
-from services.gateway.output import LENGTH, Accepted, Delta, Embedded, Event, PromptScores
+from services.gateway.output import LENGTH, Accepted, Delta, Event, Finish, PromptScores
 from services.gateway.request import AnswerForm, GenerationRequest, Sampling
 from services.gateway.session import OK, Session
 from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.pool import helper
 from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.tools.choice_calls import TOOL_CALLS, ChoiceCalls
 
 # More are turned into text in a helper process, so that the streams of others go on.
 _INLINE_TOKENS = 4096
@@ -59,6 +66,7 @@ class InferenceService(InferenceServicer):
             begun = await self._core.beginner.begin_native(session, generation_request(request))
             generation, events = begun.generation, begun.events
             with_text = request.return_text if request.HasField("return_text") else True
+            calls = self._calls(session, begun)
             is_open = False
             while events:
                 for event in events:
@@ -70,7 +78,8 @@ class InferenceService(InferenceServicer):
                         yield _accepted(event, session, begun.plan.prompt_tokens)
                     else:
                         session.output_seen()
-                        yield _message(event, with_text)
+                        for message in _messages(event, with_text, calls):
+                            yield message
                 events = await generation.read()
             yield GenerateResponse(completed=GenerateCompleted(usage=generation.usage()))
             session.close(OK)
@@ -80,18 +89,25 @@ class InferenceService(InferenceServicer):
                 session.fail(known)
             await abort(context, known, session)
 
+    def _calls(self, session: Session, begun: Begun) -> list[ChoiceCalls]:
+        """Of each choice; none where no function may be called."""
+        names = begun.plan.function_names
+        if not names:
+            return []
+        known = self._core.catalog.texts[begun.plan.model].calls.format
+        return [ChoiceCalls(session.answer_id, choice, known, names) for choice in range(begun.plan.num_choices)]
+
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         """See the proto."""
         try:
             with self._core.place("tokenize", metadata_of(context)):
                 model = self._core.catalog.resolve(request.model)
                 self._core.catalog.text_model(model)
-                chat = _chat(request.chat) if request.HasField("chat") else None
+                chat = chat_messages(request.chat) if request.HasField("chat") else None
                 if chat == [] or (chat is None and not request.HasField("text")):
                     raise InvalidRequest("text or chat must be given", "prompt")
-                encoded: bytes = await self._core.pool.call(
-                    _tokenize, self._core.catalog.base(model), request.text, chat
-                )
+                base, tools = self._core.catalog.base(model), told_tools(request.tools)
+                encoded: bytes = await self._core.pool.call(_tokenize, base, request.text, chat, tools)
                 return TokenizeResponse.FromString(encoded)
         except Exception as error:
             await abort(context, as_gateway_error(error))
@@ -127,11 +143,13 @@ def generation_request(request: GenerateRequest) -> GenerationRequest:
     prompts: list[str | list[int]] = []
     if kind != "chat":
         prompts = [request.text if kind == "text" else list(request.token_ids.ids)]
+    use = requested_use(request)
     given = {name: getattr(request, name) for name in _OPTIONAL_SAMPLING if request.HasField(name)}  # type: ignore[arg-type]
     return GenerationRequest(
         model=request.model,
         prompts=prompts,
-        chat=_chat(request.chat) if kind == "chat" else None,
+        chat=chat_messages(request.chat) if kind == "chat" else None,
+        tools=told_tools(request.tools) if use is not None else [],
         sampling=Sampling(**given, logit_bias=dict(request.logit_bias)),
         num_choices=request.num_choices if request.HasField("num_choices") else 1,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
@@ -142,7 +160,7 @@ def generation_request(request: GenerateRequest) -> GenerationRequest:
         priority=int(request.priority),
         ttft_s=request.objectives.ttft_s,
         tpot_s=request.objectives.tpot_s,
-        form=_form(request.form) if request.HasField("form") else None,
+        form=_form(request.form) if request.HasField("form") else use,
     )
 
 
@@ -162,13 +180,6 @@ def _form(form: AnswerFormMessage) -> AnswerForm:
     raise InvalidRequest("form: one of its kinds must be given", "form")
 
 
-def _chat(chat: ChatMessages) -> list[dict[str, Any]]:
-    return [
-        {"role": message.role, "content": message.content, **({"name": message.name} if message.name else {})}
-        for message in chat.messages
-    ]
-
-
 def _accepted(event: Accepted, session: Session, prompt_tokens: int) -> GenerateResponse:
     return GenerateResponse(
         accepted=GenerateAccepted(
@@ -180,21 +191,35 @@ def _accepted(event: Accepted, session: Session, prompt_tokens: int) -> Generate
     )
 
 
-def _message(event: Event, with_text: bool) -> GenerateResponse:
-    if isinstance(event, Delta):
-        return GenerateResponse(
-            delta=GenerateDelta(
-                choice=event.index,
-                token_ids=event.token_ids,
-                text=event.text if with_text else "",
-                logprobs=event.logprobs,
-            )
-        )
+def _messages(event: Event, with_text: bool, calls: Sequence[ChoiceCalls]) -> Iterator[GenerateResponse]:
+    """calls: of each choice, none where no function may be called."""
     if isinstance(event, PromptScores):
-        return GenerateResponse(prompt_logprobs=PromptLogprobs(first=event.first, logprobs=event.positions))
-    assert not isinstance(event, Accepted | Embedded)
-    reason = FINISH_REASON_LENGTH if event.reason == LENGTH else FINISH_REASON_STOP
-    return GenerateResponse(finish=ChoiceFinish(choice=event.index, reason=reason, stop_string=event.stop_string))
+        yield GenerateResponse(prompt_logprobs=PromptLogprobs(first=event.first, logprobs=event.positions))
+    elif calls and isinstance(event, Delta | Finish):
+        yield from _with_calls(event, calls[event.index])
+    elif isinstance(event, Delta):
+        text = event.text if with_text else ""
+        delta = GenerateDelta(choice=event.index, token_ids=event.token_ids, text=text, logprobs=event.logprobs)
+        yield GenerateResponse(delta=delta)
+    else:
+        assert isinstance(event, Finish)
+        yield _finish(event, event.reason)
+
+
+def _with_calls(event: Delta | Finish, calls: ChoiceCalls) -> Iterator[GenerateResponse]:
+    if isinstance(event, Delta):
+        found = call_deltas(event, calls.push(event.text), calls)
+    else:
+        found = call_deltas(Delta(event.index, "", ()), calls.finish(), calls)
+    for delta in found:
+        yield GenerateResponse(delta=delta)
+    if isinstance(event, Finish):
+        yield _finish(event, calls.finish_reason(event.reason))
+
+
+def _finish(event: Finish, reason: str) -> GenerateResponse:
+    number = {LENGTH: FINISH_REASON_LENGTH, TOOL_CALLS: FINISH_REASON_TOOL_CALLS}.get(reason, FINISH_REASON_STOP)
+    return GenerateResponse(finish=ChoiceFinish(choice=event.index, reason=number, stop_string=event.stop_string))
 
 
 def _detokenized(vocabulary: Vocabulary, request: DetokenizeRequest) -> str:
@@ -211,8 +236,8 @@ def _detokenize(encoded: bytes) -> bytes:
     return DetokenizeResponse(text=text).SerializeToString()
 
 
-def _tokenize(model: str, text: str, chat: list[dict[str, Any]] | None) -> bytes:
+def _tokenize(model: str, text: str, chat: list[dict[str, Any]] | None, tools: list[dict[str, Any]]) -> bytes:
     """Runs in a helper process; the serialized TokenizeResponse."""
     known = helper().texts[model]
-    ids = known.encode_chat(chat) if chat is not None else known.encode_text(text)
+    ids = known.encode_chat(chat, tools) if chat is not None else known.encode_text(text)
     return TokenizeResponse(token_ids=ids).SerializeToString()

@@ -1,38 +1,33 @@
-"""Text and calls of a chat's choice in the OpenAI API's two forms, by one parser: deltas of a stream, and a message."""
+"""Text and calls of a chat's choice in the OpenAI API's two forms: deltas of a stream, and a message."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
-from services.gateway.output import STOP
-from services.gateway.tools.call_parser import Arguments, CallBegin, CallParser, Piece, Text
-
-TOOL_CALLS = "tool_calls"
-_ID_BYTES = 12
+from services.gateway.tools.call_parser import Arguments, CallBegin, Piece, Text
+from services.gateway.tools.choice_calls import TOOL_CALLS, ChoiceCalls
 
 
-class ChoiceCalls:
-    """State of one choice. answer_id: a repeated request has the same, and so the same ids of calls."""
+class CallDeltas:
+    """State of one choice."""
 
-    def __init__(self, answer_id: str, choice: int) -> None:
-        self._parser = CallParser()
-        self._seed = f"{answer_id}/{choice}"
+    def __init__(self, calls: ChoiceCalls) -> None:
+        self._calls = calls
         self._is_empty = True
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """Deltas of new text; none while it may be a part of something."""
-        return self._deltas(self._parser.push(text))
+        return self._deltas(self._calls.push(text))
 
     def finish(self) -> list[dict[str, Any]]:
         """Deltas of what was held back, when the answer has ended; of an empty answer, its empty text."""
-        deltas = self._deltas(self._parser.finish())
+        deltas = self._deltas(self._calls.finish())
         return [{"content": ""}] if self._is_empty else deltas
 
     def finish_reason(self, reason: str) -> str:
-        """That of an answer which ended by itself is its calls, unless the last was cut by a stop string."""
-        return TOOL_CALLS if reason == STOP and self._parser.all_complete else reason
+        """See `ChoiceCalls.finish_reason`."""
+        return self._calls.finish_reason(reason)
 
     def _deltas(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         self._is_empty = self._is_empty and not pieces
@@ -44,12 +39,9 @@ class ChoiceCalls:
                 return {"content": text}
             case CallBegin(index, name):
                 function = {"name": name, "arguments": ""}
-                return {TOOL_CALLS: [{"index": index, **_call(self._id(index), function)}]}
+                return {TOOL_CALLS: [{"index": index, **_call(self._calls.call_id(index), function)}]}
             case Arguments(index, text):
                 return {TOOL_CALLS: [{"index": index, "function": {"arguments": text}}]}
-
-    def _id(self, index: int) -> str:
-        return f"call_{blake2b(f'{self._seed}/{index}'.encode(), digest_size=_ID_BYTES).hexdigest()}"
 
 
 def message_fields(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:

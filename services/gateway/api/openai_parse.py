@@ -19,8 +19,7 @@ from services.gateway.api.openai_schema import (
 )
 from services.gateway.api.openai_tools import message_calls, told_tools, tool_use
 from services.gateway.errors import InvalidRequest, UnsupportedParameter
-from services.gateway.request import MAX_LOGPROBS, AnswerForm, GenerationRequest, Sampling
-from services.gateway.tools.tool_use import ToolUse, tool_form
+from services.gateway.request import MAX_LOGPROBS, AnswerForm, GenerationRequest, Sampling, ToolUse
 
 B = TypeVar("B", bound=CommonBody)
 T = TypeVar("T", bound=msgspec.Struct)
@@ -36,7 +35,7 @@ _decoders: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
 
 
 class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answer is to be written. logprobs, prompt_logprobs None: none. has_calls: it may call tools.
+    """How the answer is to be written. logprobs, prompt_logprobs None: none.
 
     echoes_logprobs: those of the prompt stand before those of the answer. embedding: of embeddings, and nothing else.
     """
@@ -46,7 +45,6 @@ class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     logprobs: int | None
     end_user: str
-    has_calls: bool = False
     prompt_logprobs: int | None = None
     echoes_logprobs: bool = False
     embedding: EmbeddingFormat | None = None
@@ -108,16 +106,16 @@ def _chat(body: ChatBody) -> tuple[GenerationRequest, ReplyFormat]:
         tools=told_tools(body.tools or []) if use is not None else [],
         **_common(body, max_tokens, logprobs, _chat_form(body, use)),
     )
-    return request, _format(CHAT, body, logprobs, has_calls=use is not None)
+    return request, _format(CHAT, body, logprobs)
 
 
-def _chat_form(body: ChatBody, use: ToolUse | None) -> AnswerForm | None:
+def _chat_form(body: ChatBody, use: ToolUse | None) -> AnswerForm | ToolUse | None:
     form = answer_form(body)
     if use is None:
         return form
     if form is not None:
         raise InvalidRequest(f"{form.field} cannot go with tools unless tool_choice is none", form.field)
-    return tool_form(use)
+    return use
 
 
 def _completion(body: CompletionBody) -> tuple[GenerationRequest, ReplyFormat]:
@@ -164,7 +162,9 @@ def _scored(body: CompletionBody) -> int | None:
     return max((value for value in wanted.values() if value is not None), default=None)
 
 
-def _common(body: CommonBody, max_tokens: int | None, logprobs: int | None, form: AnswerForm | None) -> dict[str, Any]:
+def _common(
+    body: CommonBody, max_tokens: int | None, logprobs: int | None, form: AnswerForm | ToolUse | None
+) -> dict[str, Any]:
     given = {
         name: getattr(body, name)
         for name in Sampling.__struct_fields__
@@ -202,7 +202,7 @@ def _priority(body: CommonBody) -> int:
     return PRIORITIES[next(iter(wanted.values()))] if wanted else 0
 
 
-def _format(endpoint: str, body: CommonBody, logprobs: int | None, *, has_calls: bool = False) -> ReplyFormat:
+def _format(endpoint: str, body: CommonBody, logprobs: int | None) -> ReplyFormat:
     options = body.stream_options
     return ReplyFormat(
         endpoint=endpoint,
@@ -210,7 +210,6 @@ def _format(endpoint: str, body: CommonBody, logprobs: int | None, *, has_calls:
         include_usage=bool(options is not None and options.include_usage),
         logprobs=logprobs,
         end_user=body.safety_identifier or body.user or "",
-        has_calls=has_calls,
     )
 
 

@@ -11,14 +11,15 @@ from typing import Any
 import msgspec
 from kvmesh.v1.common_pb2 import PositionLogprobs, Usage
 
-from services.gateway.api.openai_calls import ChoiceCalls, message_fields
+from services.gateway.api.openai_calls import CallDeltas, message_fields
 from services.gateway.api.openai_logprobs import chat_logprobs, completion_logprobs
 from services.gateway.api.openai_parse import CHAT, ReplyFormat
 from services.gateway.api.openai_prompt_logprobs import PromptLogprobs
 from services.gateway.errors import GatewayError, openai_body
 from services.gateway.output import Delta, Finish, PromptScores
 from services.gateway.request import Plan
-from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.text.text_model import TextModel
+from services.gateway.tools.choice_calls import ChoiceCalls
 
 EVENT_STREAM, JSON = "text/event-stream", "application/json"
 COMMENT = b": \n\n"
@@ -48,20 +49,21 @@ class Reply:
     calls: None where tools cannot be called.
     """
 
-    def __init__(
-        self, plan: Plan, reply: ReplyFormat, vocabulary: Vocabulary, *, request_id: str, created_s: int
-    ) -> None:
+    def __init__(self, plan: Plan, reply: ReplyFormat, text: TextModel, *, request_id: str, created_s: int) -> None:
         self.is_chat = reply.endpoint == CHAT
         self.format = reply
         self.echoes = [prompt.echo for prompt in plan.prompts for _ in range(plan.num_choices)]
-        self._vocabulary = vocabulary
+        self._vocabulary = text.vocabulary_of(plan)
         self._offsets = [0] * len(self.echoes)
         self.prompt_logprobs: PromptLogprobs | None = None
         if reply.prompt_logprobs is not None or reply.echoes_logprobs:
-            self.prompt_logprobs = PromptLogprobs(plan, vocabulary)
-        self.calls: list[ChoiceCalls] | None = None
-        if reply.has_calls:
-            self.calls = [ChoiceCalls(request_id, choice) for choice in range(len(self.echoes))]
+            self.prompt_logprobs = PromptLogprobs(plan, self._vocabulary)
+        self.calls: list[CallDeltas] | None = None
+        if plan.function_names:
+            self.calls = [
+                CallDeltas(ChoiceCalls(request_id, choice, text.calls.format, plan.function_names))
+                for choice in range(len(self.echoes))
+            ]
         self._identity = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{request_id}",
             "created": created_s,

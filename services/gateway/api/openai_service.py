@@ -200,6 +200,7 @@ def _model_object(info: ModelInfo, defaults: Sampling) -> dict[str, Any]:
             "dtype": info.dtype,
             "weight_format": info.weight_format,
             "digest": info.digest,
+            "call_format": info.call_format,
             "ready_replicas": info.ready_replicas,
             "versions": [_version_object(version) for version in info.versions],
             "sampling_defaults": {

@@ -22,8 +22,8 @@ _INLINE_BYTES = 32_768
 def reply_of(catalog: ModelCatalog, session: Session, begun: Begun) -> Reply:
     """What the answer of an OpenAI request is written with. Raises GatewayError when its model has just gone."""
     assert begun.reply is not None
-    vocabulary = catalog.texts[begun.plan.model].vocabulary
-    return Reply(begun.plan, begun.reply, vocabulary, request_id=session.answer_id, created_s=session.created_s)
+    text = catalog.texts[begun.plan.model]
+    return Reply(begun.plan, begun.reply, text, request_id=session.answer_id, created_s=session.created_s)
 
 
 async def whole_answer(

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.settings import ConfigurationError
 from services.gateway.errors import InvalidRequest
-from services.gateway.text.tool_prompt import as_text, knows_tools, with_objects
+from services.gateway.text.tool_prompt import as_text, calls_of, with_objects
 
 _GUARDS = range(0x10F000, 0x10FFFE)
 _MAX_GROWTH = 8
@@ -29,8 +29,15 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter that templates of published models expect."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -63,13 +70,23 @@ class Rendered:
 
 
 class ChatTemplate:
-    """A compiled template with the model's special tokens."""
+    """A compiled template with the model's special tokens. calls: how calls are written, and who tells of tools."""
 
-    def __init__(self, source: str, *, special_tokens: Sequence[str], variables: Mapping[str, str]) -> None:
-        """variables: what templates expect beside the messages, such as bos_token. Raises ConfigurationError."""
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Sequence[str],
+        variables: Mapping[str, str],
+        call_format: str | None = None,
+    ) -> None:
+        """variables: what templates expect beside the messages, such as bos_token. call_format: as it is set.
+
+        Raises ConfigurationError.
+        """
         try:
             self._template = _environment().from_string(source)
-            self._knows_tools = knows_tools(source, _environment())
+            self.calls = calls_of(source, _environment(), call_format)
         except jinja2.TemplateError as error:
             raise ConfigurationError(f"chat template: {error}") from None
         self._variables = dict(variables)
@@ -79,7 +96,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
         """The chat up to where the assistant's answer begins. Raises InvalidRequest when the template refuses it."""
         try:
-            given = with_objects(messages) if self._knows_tools else as_text(messages, tools)
+            calls = self.calls
+            given = with_objects(messages, calls.format) if calls.is_native else as_text(messages, tools, calls.format)
             guard = _unused_character([given, tools])
             return self._render(self._guarded(given, guard), self._guarded(tools, guard), guard)
         except RecursionError:
@@ -87,14 +105,14 @@ class ChatTemplate:
 
     def _render(self, messages: list[Any], tools: list[Any], guard: str) -> Rendered:
         """Both with their special tokens guarded."""
-        size = sum(map(len, _strings([messages, tools])))
+        size = sum(map(len, strings_of([messages, tools])))
         limit = _MAX_GROWTH * size + _MAX_SLACK_CHARACTERS
         parts: list[str] = []
         try:
             for part in self._template.generate(
                 messages=messages,
                 add_generation_prompt=True,
-                tools=(tools or None) if self._knows_tools else None,
+                tools=(tools or None) if self.calls.is_native else None,
                 documents=None,
                 **self._variables,
             ):
@@ -123,24 +141,24 @@ class ChatTemplate:
         return value
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings_of(value: Any) -> Iterator[str]:
     """All texts in a value, the names of its fields included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield key
-            yield from _strings(item)
+            yield from strings_of(item)
     elif isinstance(value, Sequence):
         for item in value:
-            yield from _strings(item)
+            yield from strings_of(item)
 
 
 def _unused_character(value: Any) -> str:
     first = chr(_GUARDS[0])
-    if not any(first in text for text in _strings(value)):
+    if not any(first in text for text in strings_of(value)):
         return first
-    used: set[str] = set().union(*_strings(value))
+    used: set[str] = set().union(*strings_of(value))
     for number in _GUARDS:
         if chr(number) not in used:
             return chr(number)

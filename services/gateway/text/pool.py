@@ -11,7 +11,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -26,7 +26,8 @@ from services.gateway.api.openai_parse import ReplyFormat, parse_openai
 from services.gateway.errors import InternalError, InvalidRequest, Overloaded
 from services.gateway.planning import Tenant, make_plan
 from services.gateway.request import GenerationRequest, Plan
-from services.gateway.text.text_model import TextModel, load_text_model
+from services.gateway.text.chat_template import strings_of
+from services.gateway.text.text_model import TextModel, load_text_models
 from services.gateway.versions import Views, choose, conversation_key, resolved
 
 INLINE_BYTES = 4096
@@ -94,12 +95,20 @@ class TextPool:
     """Runs a Preparer here and in helper processes."""
 
     def __init__(
-        self, sources: Sequence[ModelSource], preparer: Preparer, *, block_key: bytes, processes: int, timeout_s: float
+        self,
+        sources: Sequence[ModelSource],
+        preparer: Preparer,
+        *,
+        block_key: bytes,
+        processes: int,
+        timeout_s: float,
+        call_formats: Mapping[str, str] | None = None,
     ) -> None:
+        """call_formats: of models whose format is set, by their names."""
         self._preparer = preparer
         self._processes = processes
         self._timeout_s = timeout_s
-        self._initargs = (tuple(sources), block_key, os.getpid(), timeout_s)
+        self._initargs = (tuple(sources), dict(call_formats or {}), block_key, os.getpid(), timeout_s)
         self._executor = self._new_executor()
         self.losses = 0
 
@@ -154,15 +163,17 @@ def _size(job: Job) -> int:
         return len(job.body)
     request = job.request
     assert request is not None
-    chat = sum(len(value) for message in request.chat or () for value in message.values())
-    return chat + sum(len(prompt) for prompt in request.prompts)
+    texts = sum(map(len, strings_of([request.chat or (), request.tools])))
+    return texts + sum(len(prompt) for prompt in request.prompts)
 
 
 _helper: Preparer | None = None
 _helper_timeout_s = 0.0
 
 
-def _start_helper(sources: tuple[ModelSource, ...], block_key: bytes, parent_pid: int, timeout_s: float) -> None:
+def _start_helper(
+    sources: tuple[ModelSource, ...], call_formats: dict[str, str], block_key: bytes, parent_pid: int, timeout_s: float
+) -> None:
     global _helper, _helper_timeout_s
     die_with_parent(parent_pid)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -170,7 +181,7 @@ def _start_helper(sources: tuple[ModelSource, ...], block_key: bytes, parent_pid
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, _on_alarm)
     _helper_timeout_s = timeout_s
-    _helper = Preparer({source.name: load_text_model(source) for source in sources}, block_key)
+    _helper = Preparer(load_text_models(sources, call_formats), block_key)
 
 
 def helper() -> Preparer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,13 @@ from services.common.models import ModelSource
 from services.common.text.model_tokenizer import load_tokenizer
 from services.common.tokenizer_digest import tokenizer_digest
 from services.gateway.errors import InvalidRequest
-from services.gateway.request import Sampling
+from services.gateway.request import Plan, Sampling
 from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.model_calls import ModelCalls, model_calls
 from services.gateway.text.sampling_defaults import folder_defaults, gguf_defaults
+from services.gateway.text.tool_prompt import Calls
 from services.gateway.text.vocabulary import Vocabulary, build_vocabulary
-from services.gateway.tools.call_format import END_TAG, TAG
+from services.gateway.tools.call_format import HERMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class TextModel:
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     chat_template: ChatTemplate | None
+    calls: ModelCalls
     eos_token_ids: tuple[int, ...]
     digest: bytes
     longest_token_bytes: int
@@ -41,8 +44,6 @@ class TextModel:
         """Tokens of a templated chat. Only the template's own special tokens count. Raises InvalidRequest."""
         if self.chat_template is None:
             raise InvalidRequest(f"the model {self.name} has no chat template; use completions", "messages")
-        if tools and self._has_control_tags:
-            raise InvalidRequest(f"the model {self.name} has calls between control tokens; no tools for it", "tools")
         token_ids: list[int] = []
         self.tokenizer.encode_special_tokens = True
         try:
@@ -57,32 +58,35 @@ class TextModel:
             self.tokenizer.encode_special_tokens = False
         return token_ids
 
-    @property
-    def _has_control_tags(self) -> bool:
-        """Whether the tags of calls are control tokens, which are in no text."""
-        ids = [self.tokenizer.token_to_id(tag) for tag in (TAG, END_TAG)]
-        return any(i is not None and not self.vocabulary.bytes_of(i) for i in ids)
+    def vocabulary_of(self, plan: Plan) -> Vocabulary:
+        """The vocabulary of its answers' text."""
+        return self.calls.vocabulary if plan.function_names else self.vocabulary
 
     def least_tokens(self, num_bytes: int) -> int:
         """A lower bound on the tokens of a text of `num_bytes`, known without tokenising it."""
         return num_bytes // self.longest_token_bytes
 
 
-def load_text_model(source: ModelSource) -> TextModel:
-    """Read the text side of an artifact. Raises ConfigurationError naming what is missing or not supported."""
+def load_text_model(source: ModelSource, call_format: str | None = None) -> TextModel:
+    """Read the text side of an artifact. call_format: of its calls, as it is set; None: what its template has.
+
+    Raises ConfigurationError naming what is missing or not supported.
+    """
     loaded = load_tokenizer(source)
     tokenizer = loaded.tokenizer
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     vocabulary = build_vocabulary(tokenizer)
+    template = (
+        ChatTemplate(loaded.template, special_tokens=special, variables=loaded.variables, call_format=call_format)
+        if loaded.template
+        else None
+    )
     return TextModel(
         name=source.name,
         tokenizer=tokenizer,
         vocabulary=vocabulary,
-        chat_template=(
-            ChatTemplate(loaded.template, special_tokens=special, variables=loaded.variables)
-            if loaded.template
-            else None
-        ),
+        chat_template=template,
+        calls=model_calls(template.calls if template else Calls(HERMES, is_native=False), tokenizer, vocabulary),
         eos_token_ids=loaded.eos_token_ids,
         digest=tokenizer_digest(source),
         longest_token_bytes=max([len(token) for token in vocabulary.token_bytes] + [len(t.encode()) for t in special]),
@@ -90,3 +94,8 @@ def load_text_model(source: ModelSource) -> TextModel:
             gguf_defaults(source.name, loaded.sampling) if source.is_gguf else folder_defaults(loaded.sampling)
         ),
     )
+
+
+def load_text_models(sources: Iterable[ModelSource], call_formats: Mapping[str, str]) -> dict[str, TextModel]:
+    """All by name. call_formats: of those whose format is set. Raises ConfigurationError."""
+    return {source.name: load_text_model(source, call_formats.get(source.name)) for source in sources}

@@ -1,56 +1,80 @@
 """What a chat template is given of tools: its own variables where it knows them, else text that any template renders.
 
-A template knows tools when it reads `tools` and has calls written as `call_format` does; Hermes and Qwen are such.
-Others, which may know none or write calls in another way, get the functions in the system message, the calls of
-earlier answers as these were written, and results in messages of the user. Pure.
+A template knows tools when it reads `tools` and has calls in one of the formats of `call_format`, or when the format is
+set for its model. Others, which may know none or write calls in another way, get the functions in the system message,
+the calls of earlier answers as these were written, and results in messages of the user. Pure.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from base64 import b32encode
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 import jinja2
 import jinja2.meta
 
-from services.gateway.tools.call_format import TAG, call_text
+from services.gateway.tools.call_format import (
+    FORMATS,
+    GENERIC,
+    HERMES,
+    ID_CHARACTERS,
+    CallFormat,
+    format_of_template,
+)
 
 Message = Mapping[str, Any]
-# Qwen's coders have calls between the same tags, yet not as JSON.
-_OTHER_FORMATS = ("<function=", "<arg_key>")
+_SHORT_ID = re.compile(rf"[A-Za-z0-9]{{{ID_CHARACTERS}}}")
 # Small models answer in whichever of the tags they have read last.
-_INTRODUCTION = """\
+_FUNCTIONS = """\
 You can call functions. These are they, as JSON, one a line:
 <tools>
 {tools}
 </tools>
 The results of your calls will be given to you between <tool_response> and </tool_response>. To call a function, \
+"""
+_BETWEEN_TAGS = """\
 answer with its name and its arguments as JSON between <tool_call> and </tool_call>, one such block for each call:
-<tool_call>
-{{"name": <function-name>, "arguments": <arguments as a JSON object>}}
-</tool_call>\
+"""
+_ALONE = """\
+answer with its name and its arguments as JSON, written like this and with nothing else:
 """
 
 
-def knows_tools(source: str, environment: jinja2.Environment) -> bool:
-    """Whether a template has a place for tools, and calls in the format that answers have. Raises TemplateError."""
-    if TAG not in source or any(other in source for other in _OTHER_FORMATS):
-        return False
-    return "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The format of calls. is_native: the template has a place for tools. is_unknown: it has, for calls not known."""
+
+    format: CallFormat
+    is_native: bool
+    is_unknown: bool = False
 
 
-def with_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def calls_of(source: str, environment: jinja2.Environment, setting: str | None) -> Calls:
+    """setting: the name of a format, GENERIC, or None to go by the template. Raises TemplateError."""
+    reads_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+    if setting == GENERIC:
+        return Calls(HERMES, is_native=False)
+    if setting is not None:
+        return Calls(FORMATS[setting], is_native=reads_tools)
+    found = format_of_template(source) if reads_tools else None
+    return Calls(found or HERMES, is_native=found is not None, is_unknown=reads_tools and found is None)
+
+
+def with_objects(messages: Sequence[Message], call_format: CallFormat) -> list[dict[str, Any]]:
     """Messages as templates that know tools expect them: the arguments of calls are objects, where they are JSON."""
-    return [
-        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else dict(message)
-        for message in messages
-    ]
+    chat = list(_single_calls(messages)) if call_format.is_single else messages
+    return [_for_template(message, call_format) for message in chat]
 
 
-def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def as_text(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], call_format: CallFormat
+) -> list[dict[str, Any]]:
     """The chat for a template that knows no tools. Results that follow each other are one message."""
     chat: list[dict[str, Any]] = []
     follows_result = False
@@ -61,38 +85,77 @@ def as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
         elif is_result:
             chat.append({"role": "user", "content": _result(message)})
         else:
-            chat.append(_without_calls(message))
+            chat.append(_without_calls(message, call_format))
         follows_result = is_result
     if not tools:
         return chat
-    introduction = _introduction(tools)
+    introduction = _introduction(tools, call_format)
     if chat and chat[0]["role"] == "system":
         return [{**chat[0], "content": f"{chat[0]['content']}\n\n{introduction}"}, *chat[1:]]
     return [{"role": "system", "content": introduction}, *chat]
 
 
-def _introduction(tools: Sequence[Mapping[str, Any]]) -> str:
+def short_id(text: str) -> str:
+    """An id of letters and digits that follows from a text, and is the text itself where it is such an id."""
+    if _SHORT_ID.fullmatch(text):
+        return text
+    return b32encode(blake2b(text.encode(), digest_size=ID_CHARACTERS).digest()).decode()[:ID_CHARACTERS].lower()
+
+
+def _introduction(tools: Sequence[Mapping[str, Any]], call_format: CallFormat) -> str:
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return _INTRODUCTION.format(tools=lines)
+    how = _BETWEEN_TAGS if call_format is HERMES else _ALONE
+    example = call_format.text([("<function-name>", "<arguments as a JSON object>")])
+    if call_format is HERMES:
+        example = example.replace('"<function-name>"', "<function-name>")
+    return _FUNCTIONS.format(tools=lines) + how + example
 
 
 def _result(message: Message) -> str:
     return f"<tool_response>\n{message['content']}\n</tool_response>"
 
 
-def _without_calls(message: Message) -> dict[str, Any]:
-    calls = [
-        call_text(call["function"]["name"], call["function"]["arguments"] or "{}")
-        for call in message.get("tool_calls", ())
-    ]
-    content = "\n".join([message["content"], *calls] if message["content"] else calls)
+def _without_calls(message: Message, call_format: CallFormat) -> dict[str, Any]:
+    calls = call_format.text(
+        [(call["function"]["name"], call["function"]["arguments"] or "{}") for call in message.get("tool_calls", ())]
+    )
+    content = "\n".join(part for part in (message["content"], calls) if part)
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+def _single_calls(messages: Sequence[Message]) -> Iterator[Message]:
+    """Several calls of one message become messages of one call, each before its results."""
+    position = 0
+    while position < len(messages):
+        message = messages[position]
+        position += 1
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            yield message
+            continue
+        results = list(takewhile(lambda one: one["role"] == "tool", messages[position:]))
+        position += len(results)
+        for number, call in enumerate(calls):
+            yield {**message, "tool_calls": [call], "content": "" if number else message["content"]}
+            yield from (one for one in results if one["tool_call_id"] == call["id"])
+            results = [one for one in results if one["tool_call_id"] != call["id"]]
+        yield from results
+
+
+def _for_template(message: Message, call_format: CallFormat) -> dict[str, Any]:
+    given = dict(message)
+    if "tool_calls" in given:
+        given["tool_calls"] = [_with_object(call, call_format) for call in given["tool_calls"]]
+    if "tool_call_id" in given and call_format.has_short_ids:
+        given["tool_call_id"] = short_id(given["tool_call_id"])
+    return given
+
+
+def _with_object(call: Mapping[str, Any], call_format: CallFormat) -> dict[str, Any]:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError:  # of an answer that was cut
         arguments = function["arguments"]
-    return {**call, "function": {**function, "arguments": arguments}}
+    named = {"id": short_id(call["id"])} if call_format.has_short_ids else {}
+    return {**call, **named, "function": {**function, "arguments": arguments}}

@@ -1,25 +1,140 @@
-"""How a call is written in an answer: the format of Hermes and Qwen, which the generic prompt teaches too.
+"""How calls are written in an answer, one format for each family of models.
 
-    <tool_call>
-    {"name": "get_weather", "arguments": {"city": "Paris"}}
-    </tool_call>
-
-The grammar allows these characters and no others between the parts, and the parser relies on it.
+The grammar allows the characters of a format and no others between the parts, and the parser relies on it. Where a
+format has several texts for a part, models write any of them; the first is the one that prompts have.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-TAG = "<tool_call>"
-BEFORE_NAME = '\n{"name": "'
-BEFORE_ARGUMENTS = '", "arguments": '
-END_TAG = "</tool_call>"
-AFTER_ARGUMENTS = f"}}\n{END_TAG}"
-BETWEEN_CALLS = "\n"
+# A letter or digit in the text of a format: of an id, which the model makes up.
+ANY = "\x00"
+ID_CHARACTERS = 9
+_ID = ANY * ID_CHARACTERS
 
 
-def call_text(name: str, arguments: str) -> str:
-    """A call as an answer has it. arguments: JSON."""
-    return f"{TAG}{BEFORE_NAME}{name}{BEFORE_ARGUMENTS}{arguments}{AFTER_ARGUMENTS}"
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """Calls are `tag`, `begin`, a call, further ones each behind `between`, and `end`.
+
+    A call is `before_name`, the function's name, `before_arguments`, its arguments as JSON, and `after_arguments`.
+    Without an `end` each call has a tag of its own, behind `between`. tag_is_optional: an answer may begin with a call.
+    control: those of the texts' parts that may be control tokens of a tokenizer. is_single: one call in an answer, and
+    in each message that a template renders. has_short_ids: templates want ids of ID_CHARACTERS letters and digits.
+    """
+
+    name: str
+    tag: str
+    control: tuple[str, ...]
+    before_arguments: str
+    after_arguments: tuple[str, ...]
+    begin: tuple[str, ...] = ("",)
+    before_name: tuple[str, ...] = ("",)
+    between: str = ""
+    end: str = ""
+    tag_is_optional: bool = False
+    is_single: bool = False
+    has_short_ids: bool = False
+
+    def heads(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """All that may stand between a tag and the first arguments, each with the name in it."""
+        return [(begin + head, name) for begin in self.begin for head, name in self.next_heads(names)]
+
+    def next_heads(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """The same for a call that follows another without a tag."""
+        return [(before + name + self.before_arguments, name) for before in self.before_name for name in names]
+
+    def tails(self) -> list[tuple[str, bool]]:
+        """All that may stand behind arguments, each with whether another call follows without a tag."""
+        closed = [(after + self.end, False) for after in self.after_arguments]
+        further = [(after + self.between, True) for after in self.after_arguments] if self.end else []
+        return closed + further
+
+    def text(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls as an answer has them, each a name and arguments as JSON."""
+        if not calls:
+            return ""
+        tag = "" if self.tag_is_optional else self.tag
+        before_arguments = self.before_arguments.replace(ANY, "0")
+        written = [
+            f"{self.before_name[0]}{name}{before_arguments}{arguments}{self.after_arguments[0]}"
+            for name, arguments in calls
+        ]
+        separator = self.between if self.end else self.between + tag + self.begin[0]
+        return tag + self.begin[0] + separator.join(written) + self.end
+
+
+# Hermes, Qwen 2.5 and Qwen 3; the generic prompt teaches it, too.
+HERMES = CallFormat(
+    name="hermes",
+    tag="<tool_call>",
+    control=("<tool_call>", "</tool_call>"),
+    before_name=('\n{"name": "',),
+    before_arguments='", "arguments": ',
+    after_arguments=("}\n</tool_call>",),
+    between="\n",
+)
+# Llama 3.1 to 3.3.
+LLAMA3 = CallFormat(
+    name="llama3",
+    tag="<|python_tag|>",
+    control=("<|python_tag|>",),
+    before_name=('{"name": "', '{"type": "function", "name": "'),
+    before_arguments='", "parameters": ',
+    after_arguments=("}",),
+    tag_is_optional=True,
+    is_single=True,
+)
+# Mistral and Mixtral with tokenizers of versions 2 to 7.
+MISTRAL = CallFormat(
+    name="mistral",
+    tag="[TOOL_CALLS]",
+    control=("[TOOL_CALLS]",),
+    begin=(" [", "["),
+    before_name=('{"name": "',),
+    before_arguments='", "arguments": ',
+    after_arguments=("}", f', "id": "{_ID}"}}'),
+    between=", ",
+    end="]",
+    has_short_ids=True,
+)
+# Version 11 of these, and those after it.
+MISTRAL_CALL_ID = CallFormat(
+    name="mistral-call-id",
+    tag="[TOOL_CALLS]",
+    control=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    before_arguments=f"[CALL_ID]{_ID}[ARGS]",
+    after_arguments=("",),
+    has_short_ids=True,
+)
+MISTRAL_ARGS = CallFormat(
+    name="mistral-args",
+    tag="[TOOL_CALLS]",
+    control=("[TOOL_CALLS]", "[ARGS]"),
+    before_arguments="[ARGS]",
+    after_arguments=("",),
+    has_short_ids=True,
+)
+# A setting, beside the names of formats: the template is treated as one that knows no tools.
+GENERIC = "generic"
+FORMATS = {one.name: one for one in (HERMES, LLAMA3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_ARGS)}
+# Qwen's coders and GLM have calls between Hermes' tags, yet not as JSON.
+_NOT_HERMES = ("<function=", "<arg_key>")
+
+
+def format_of_template(source: str) -> CallFormat | None:
+    """The format of the calls in a chat template; None where there is none that is known."""
+    if MISTRAL.tag in source:
+        if "[ARGS]" not in source:
+            return MISTRAL
+        return MISTRAL_CALL_ID if "[CALL_ID]" in source else MISTRAL_ARGS
+    if HERMES.tag in source:
+        return None if any(other in source for other in _NOT_HERMES) else HERMES
+    # Inside a string of the template a quotation mark may have a backslash.
+    if '"parameters": ' in source.replace("\\", "") and "ipython" in source:
+        return LLAMA3
+    return None

@@ -2,15 +2,15 @@
 
 Text is given at once, but for white space at its end and what may be the beginning of a tag: they wait until they are
 known to be text. A call is given with its name when its arguments begin, and these as they come. White space before a
-tag is dropped. Whatever is not written as `call_format` has it is text.
+tag is dropped. Whatever is not written as the call format has it, or calls another function, is text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.gateway.tools.call_format import AFTER_ARGUMENTS, BEFORE_ARGUMENTS, BEFORE_NAME, NAME, TAG
+from services.gateway.tools.call_format import ANY, CallFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,27 @@ class _Nesting:
 class CallParser:
     """State of one answer. num_calls: that have begun."""
 
-    __slots__ = ("_held", "_name_at", "_nesting", "_pieces", "_state", "_tag_at", "num_calls")
+    __slots__ = (
+        "_format", "_head_at", "_heads", "_held", "_names", "_nesting", "_pieces", "_state", "_tails", "num_calls",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, call_format: CallFormat, names: Sequence[str]) -> None:
+        """names: of the functions that may be called."""
         self.num_calls = 0
-        # In text: what may be a tag. Behind a tag: all from the white space before it. Behind arguments: what follows.
+        self._format = call_format
+        self._names = names
+        # In text: what may be a tag. In a head: all from the white space before its tag. In a tail: its beginning.
         self._held = ""
-        self._tag_at = 0
-        self._name_at = 0
+        # Where in it a head begins, and which it may become.
+        self._head_at = 0
+        self._heads: list[tuple[str, str]] = []
+        self._tails: list[tuple[str, bool]] = []
         self._nesting = _Nesting()
         self._pieces: list[Piece] = []
         # Takes text and gives back what of it is for the next state.
         self._state: Callable[[str], str] = self._in_text
+        if call_format.tag_is_optional:
+            self._expect_head(call_format.heads(names))
 
     def push(self, text: str) -> list[Piece]:
         """What is known of the answer with this text."""
@@ -92,7 +101,7 @@ class CallParser:
     def finish(self) -> list[Piece]:
         """What was held back, when the answer has ended."""
         held, self._held = self._held, ""
-        is_of_a_call = self._state == self._behind_arguments or (self.num_calls and not held.strip())
+        is_of_a_call = self._state == self._in_tail or (self.num_calls and not held.strip())
         return [Text(held)] if held and not is_of_a_call else []
 
     @property
@@ -101,39 +110,43 @@ class CallParser:
         return self.num_calls > 0 and self._state == self._in_text
 
     def _in_text(self, text: str) -> str:
-        whole = self._held + text
-        found = whole.find(TAG)
+        whole, tag = self._held + text, self._format.tag
+        found = whole.find(tag)
         if found >= 0:
             begin = len(whole[:found].rstrip())
             self._show(whole[:begin])
-            self._tag_at = found - begin
-            self._held = whole[begin : found + len(TAG)]
-            self._state = self._behind_tag
-            return whole[found + len(TAG) :]
-        tag_at = len(whole) - _length_of_beginning(whole)
+            self._held = whole[begin : found + len(tag)]
+            self._expect_head(self._format.heads(self._names))
+            return whole[found + len(tag) :]
+        tag_at = len(whole) - _length_of_beginning(whole, tag)
         begin = len(whole[:tag_at].rstrip())
         self._show(whole[:begin])
         self._held = whole[begin:]
         return ""
 
-    def _behind_tag(self, text: str) -> str:
+    def _expect_head(self, heads: list[tuple[str, str]]) -> None:
+        self._head_at, self._heads = len(self._held), heads
+        self._state = self._in_head
+
+    def _in_head(self, text: str) -> str:
         """A call begins where its arguments do."""
-        head_at = self._tag_at + len(TAG)
         for position, character in enumerate(text):
-            head = self._held[head_at:]
-            name = head[len(BEFORE_NAME) :].partition('"')[0] if len(head) > len(BEFORE_NAME) else ""
-            if name and head == BEFORE_NAME + name + BEFORE_ARGUMENTS and character == "{":
+            length = len(self._held) - self._head_at
+            name = next((name for head, name in self._heads if len(head) == length), None)
+            if name is not None and character == "{":
                 self._pieces.append(CallBegin(self.num_calls, name))
                 self.num_calls += 1
                 self._held = ""
                 self._nesting = _Nesting()
                 self._state = self._in_arguments
                 return text[position:]
-            if not _may_be_head(head + character):
-                self._show(self._held)
+            self._heads = [one for one in self._heads if _goes_on(one[0], length, character)]
+            if not self._heads:
+                shown, rest = self._held[: self._head_at], self._held[self._head_at :] + text[position:]
+                self._show(shown)
                 self._held = ""
                 self._state = self._in_text
-                return text[position:]
+                return rest
             self._held += character
         return ""
 
@@ -141,21 +154,26 @@ class CallParser:
         for position, character in enumerate(text):
             if self._nesting.ends_with(character):
                 self._pieces.append(Arguments(self.num_calls - 1, text[: position + 1]))
-                self._state = self._behind_arguments
+                self._tails = self._format.tails()
+                self._state = self._in_text if ("", False) in self._tails else self._in_tail
                 return text[position + 1 :]
         self._pieces.append(Arguments(self.num_calls - 1, text))
         return ""
 
-    def _behind_arguments(self, text: str) -> str:
+    def _in_tail(self, text: str) -> str:
         for position, character in enumerate(text):
-            if not AFTER_ARGUMENTS.startswith(self._held + character):
+            self._tails = [one for one in self._tails if _goes_on(one[0], len(self._held), character)]
+            if not self._tails:
                 self._state = self._in_text
                 rest, self._held = self._held + text[position:], ""
                 return rest
             self._held += character
-            if self._held == AFTER_ARGUMENTS:
+            another = next((another for tail, another in self._tails if len(tail) == len(self._held)), None)
+            if another is not None:
                 self._held = ""
                 self._state = self._in_text
+                if another:
+                    self._expect_head(self._format.next_heads(self._names))
                 return text[position + 1 :]
         return ""
 
@@ -164,16 +182,14 @@ class CallParser:
             self._pieces.append(Text(text))
 
 
-def _length_of_beginning(text: str) -> int:
+def _length_of_beginning(text: str, tag: str) -> int:
     """Of the longest end of a text that a tag begins with."""
-    return next((length for length in range(len(TAG) - 1, 0, -1) if text.endswith(TAG[:length])), 0)
+    return next((length for length in range(len(tag) - 1, 0, -1) if text.endswith(tag[:length])), 0)
 
 
-def _may_be_head(head: str) -> bool:
-    """Whether a text is the beginning of what stands between a tag and its arguments."""
-    if len(head) <= len(BEFORE_NAME):
-        return BEFORE_NAME.startswith(head)
-    name, quote, _ = head[len(BEFORE_NAME) :].partition('"')
-    if NAME.fullmatch(name) is None:
+def _goes_on(expected: str, length: int, character: str) -> bool:
+    """Whether a character is the one that a text of a format has behind its first `length`."""
+    if length >= len(expected):
         return False
-    return not quote or BEFORE_ARGUMENTS.startswith(head[len(BEFORE_NAME) + len(name) :])
+    wanted = expected[length]
+    return character == wanted or (wanted == ANY and character.isascii() and character.isalnum())

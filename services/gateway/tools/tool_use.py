@@ -1,4 +1,4 @@
-"""Which functions an answer may call and how often, and the grammar that holds it to that. Pure.
+"""The grammar that holds an answer to the functions it may call, in the format of its model. Pure.
 
 A function's arguments are of its schema whether it is `strict` or not. What the model writes before its first call is
 free, unless it has to call; after a call there are only more calls.
@@ -7,6 +7,7 @@ free, unless it has to call; after a call there are only more calls.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +15,8 @@ import msgspec
 
 from services.common.grammars import inline_schema, lark_grammar
 from services.gateway.grammars.formats import json_form
-from services.gateway.request import AnswerForm
-from services.gateway.tools.call_format import (
-    AFTER_ARGUMENTS,
-    BEFORE_ARGUMENTS,
-    BEFORE_NAME,
-    BETWEEN_CALLS,
-    TAG,
-)
+from services.gateway.request import AnswerForm, Function, ToolUse
+from services.gateway.tools.call_format import ANY, CallFormat
 
 MAX_TOOLS = 128
 # A model that repeats itself ends after so many.
@@ -30,30 +25,19 @@ MAX_CALLS = 16
 _COMBINING = {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "$dynamicRef"} | {
     "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas",
 }  # fmt: skip
+_ANYTHING = r"/(.|\n)*/"
 
 
-class Function(msgspec.Struct, frozen=True):
-    """A function that may be called. parameters: the schema of its arguments, an object's. field: for messages."""
+def tool_form(use: ToolUse, call_format: CallFormat, control: Mapping[str, int]) -> AnswerForm:
+    """What answers have to match, and the parts to look for an error in. Raises InvalidRequest.
 
-    name: str
-    parameters: Mapping[str, Any]
-    field: str
-
-
-class ToolUse(msgspec.Struct, frozen=True):
-    """functions: those that may be called. must_call: no answer without a call. most_calls: in one answer."""
-
-    functions: Sequence[Function]
-    must_call: bool
-    most_calls: int
-
-
-def tool_form(use: ToolUse) -> AnswerForm:
-    """What answers have to match, and the parts to look for an error in. Raises InvalidRequest."""
+    control: those parts of the format's texts that are control tokens of the model, with their ids.
+    """
     closed = [msgspec.structs.replace(function, parameters=_closed(function.parameters)) for function in use.functions]
     # First, since it refuses what is nested too deeply to be written.
     parts = tuple(json_form(function.field, function.parameters) for function in closed)
-    return AnswerForm(lark_grammar("\n".join(_rules(closed, use))), "tools", parts)
+    rules = _Rules(closed, use, call_format, control)
+    return AnswerForm(lark_grammar("\n".join(rules.lines())), use.field, parts)
 
 
 def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -62,22 +46,68 @@ def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     return closed if _COMBINING & closed.keys() else {**closed, "additionalProperties": False}
 
 
-def _rules(functions: Sequence[Function], use: ToolUse) -> Iterator[str]:
-    after_tag = f"call {_quoted(AFTER_ARGUMENTS)}"
-    further = use.most_calls - 1
-    more = f"({_quoted(BETWEEN_CALLS + TAG)} {after_tag}){{0,{further}}}" if further else ""
-    if use.must_call:
-        yield f"start: {_quoted(TAG)} {after_tag} {more}"
-    else:
-        yield f"start: TEXT | until_tag {after_tag} {more}"
-        # Lazy: text that has come to the tag is no text any more.
-        yield f"until_tag[lazy]: TEXT {_quoted(TAG)}"
-        yield r"TEXT: /(.|\n)*/"
-    yield f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"
-    for i, function in enumerate(functions):
-        begin = _quoted(f"{BEFORE_NAME}{function.name}{BEFORE_ARGUMENTS}")
-        yield f"call_{i}: {begin} {inline_schema(function.parameters)}"
+class _Rules:
+    """The rules of one grammar in Lark's notation."""
 
+    def __init__(
+        self, functions: Sequence[Function], use: ToolUse, call_format: CallFormat, control: Mapping[str, int]
+    ) -> None:
+        self._functions = functions
+        self._must_call = use.must_call
+        self._most_calls = 1 if call_format.is_single else use.most_calls
+        self._format = call_format
+        self._control = control
 
-def _quoted(text: str) -> str:
-    return json.dumps(text)
+    def lines(self) -> Iterator[str]:
+        """Every rule and terminal."""
+        tag = self._format.tag
+        if self._must_call:
+            begin = f"({self._text(tag)})?" if self._format.tag_is_optional else self._text(tag)
+            yield f"start: {begin} calls"
+        else:
+            bare = " | calls" if self._format.tag_is_optional else ""
+            yield f"start: TEXT | until_tag calls{bare}"
+            # Lazy: text that has come to the tag is no text any more. A control token is in no text anyway.
+            yield f"until_tag{'' if tag in self._control else '[lazy]'}: TEXT {self._text(tag)}"
+            yield f"TEXT: {_ANYTHING}{self._no_bare_call()}"
+        yield f"calls: {self._any_of(self._format.begin)} call {self._further()} {self._text(self._format.end)}"
+        yield f"call: {' | '.join(f'call_{i}' for i in range(len(self._functions)))}"
+        for i, function in enumerate(self._functions):
+            before_name, after = map(self._any_of, (self._format.before_name, self._format.after_arguments))
+            named = self._text(function.name + self._format.before_arguments)
+            yield f"call_{i}: {before_name} {named} {inline_schema(function.parameters)} {after}"
+
+    def _further(self) -> str:
+        further = self._most_calls - 1
+        again = "" if self._format.end else self._format.tag
+        begin = "" if self._format.end else self._any_of(self._format.begin)
+        return f"({self._text(self._format.between + again)} {begin} call){{0,{further}}}" if further else ""
+
+    def _no_bare_call(self) -> str:
+        """Text does not begin as a call of one of the functions does."""
+        if not self._format.tag_is_optional:
+            return ""
+        heads = "|".join(
+            re.escape(f"{begin}{before}{function.name}").replace("/", r"\/")
+            for begin in self._format.begin
+            for before in self._format.before_name
+            for function in self._functions
+        )
+        return rf" & ~/({heads})\"(.|\n)*/"
+
+    def _any_of(self, texts: Sequence[str]) -> str:
+        written = [self._text(text) for text in texts if text]
+        if not written:
+            return ""
+        return f"({' | '.join(written)}){'?' if len(written) < len(texts) else ''}"
+
+    def _text(self, text: str) -> str:
+        """A text of the format: what is text in it, the control tokens, and letters and digits of an id."""
+        special = [re.escape(token) for token in self._control] + [f"{ANY}+"]
+        parts = re.split(f"({'|'.join(special)})", text)
+        return " ".join(self._part(part) for part in parts if part)
+
+    def _part(self, part: str) -> str:
+        if part in self._control:
+            return f"<[{self._control[part]}]>"
+        return f"/[A-Za-z0-9]{{{len(part)}}}/" if part[0] == ANY else json.dumps(part)
