@@ -15,16 +15,17 @@ from kvmesh.v1.inference_pb2 import ListModelsRequest
 from pydantic import ValidationError
 
 from services.common.grammars import compile_grammar, grammar_tokenizer
+from services.common.models import ModelSource
 from services.gateway.api.openai_parse import CHAT, parse_openai
 from services.gateway.config import GatewaySettings
 from services.gateway.request import ToolUse
-from services.gateway.text.text_model import TextModel
+from services.gateway.text.text_model import TextModel, load_text_model
 from services.gateway.tools.call_format import FORMATS
 from services.gateway.tools.tool_use import tool_form
 from tests.gateway.conftest import Mesh, running_mesh
 from tests.gateway.test_tool_calls import calls_of, whole
 from tests.support.call_formats import WRITERS, Writer, llama3, llama3_tagged
-from tests.support.call_models import CONTROL, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE, TEMPLATES, family_model
+from tests.support.call_models import CONTROL, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE, TEMPLATES, family_folder, family_model
 from tests.support.tools import TOOLS
 
 PARIS = ("get_weather", '{"city": "Paris"}')
@@ -97,6 +98,22 @@ def test_a_format_can_be_set_and_none_is_guessed(
     calls = family_model(tmp_path, template, setting).calls
     assert (calls.format.name, calls.is_native, calls.is_unknown) == (name, native, unknown)
     assert bool(calls.control) is native
+
+
+def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": MISTRAL_TEMPLATE}]
+    family_folder(tmp_path, PLAIN)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    model = load_text_model(ModelSource("m", tmp_path))
+    assert (model.calls.format.name, model.calls.is_native) == ("mistral", True)
+    text, control = prompt(model, said(NOW))
+    assert {"[AVAILABLE_TOOLS]", "[TOOL_CALLS]"} <= control
+    plain = model.tokenizer.decode(model.encode_chat([USER]), skip_special_tokens=False)
+    assert plain == "<|im_start|>user\nhi<|im_end|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": PLAIN}))
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(MISTRAL_TEMPLATE)
+    assert prompt(load_text_model(ModelSource("m", tmp_path)), said(NOW)) == (text, control)
 
 
 def test_settings_name_models_and_formats_that_there_are() -> None:

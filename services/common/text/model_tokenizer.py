@@ -17,18 +17,23 @@ from services.common.models import ModelSource
 from services.common.settings import ConfigurationError
 from services.common.text.gguf_tokenizer import end_tokens, load_gguf_tokenizer
 
+# What artifacts call the template of chats with tools.
+_TOOL_USE = "tool_use"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
     """eos_token_ids: of the tokens that end an answer, rising. variables: what templates expect beside messages.
 
-    sampling: what the artifact recommends, in its own terms: `general.sampling.*`, or generation_config.json.
+    tool_template: of chats with tools, where it is another one. sampling: what the artifact recommends, in its own
+    terms: `general.sampling.*`, or generation_config.json.
     """
 
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     variables: dict[str, str]
     template: str | None
+    tool_template: str | None
     sampling: Mapping[str, Any]
 
 
@@ -46,6 +51,7 @@ def _of_gguf(path: Path) -> ModelTokenizer:
         tuple(sorted(set(end_tokens(metadata)))),
         {f"{kind}_token": tokens[token] for kind, token in named.items() if token is not None},
         metadata.get("tokenizer.chat_template"),
+        metadata.get(f"tokenizer.chat_template.{_TOOL_USE}"),
         metadata,
     )
 
@@ -66,10 +72,11 @@ def _of_folder(folder: Path) -> ModelTokenizer:
     eos: list[int | None] = [tokenizer.token_to_id(variables["eos_token"])] if "eos_token" in variables else []
     for given in (generation.get("eos_token_id"), _read_json(folder / "config.json").get("eos_token_id")):
         eos += given if isinstance(given, list) else [given] if given is not None else []
-    separate = folder / "chat_template.jinja"
-    template = separate.read_text() if separate.is_file() else _default_template(config.get("chat_template"))
+    named = config.get("chat_template")
+    template = _read_text(folder / "chat_template.jinja") or _template(named, "default")
+    tool_template = _read_text(folder / "additional_chat_templates" / f"{_TOOL_USE}.jinja") or _named(named, _TOOL_USE)
     ids = tuple(sorted({token for token in eos if token is not None}))
-    return ModelTokenizer(tokenizer, ids, variables, template, generation)
+    return ModelTokenizer(tokenizer, ids, variables, template, tool_template, generation)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -86,8 +93,15 @@ def _content(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
 
 
-def _default_template(value: Any) -> str | None:
-    """The template, or the one named "default" of a list of named ones."""
-    if isinstance(value, list):
-        return next((entry["template"] for entry in value if entry.get("name") == "default"), None)
-    return value if isinstance(value, str) else None
+def _read_text(path: Path) -> str | None:
+    return path.read_text() if path.is_file() else None
+
+
+def _template(value: Any, name: str) -> str | None:
+    """The template, or the one of that name of a list of named ones."""
+    return value if isinstance(value, str) else _named(value, name)
+
+
+def _named(value: Any, name: str) -> str | None:
+    entries = value if isinstance(value, list) else ()
+    return next((entry["template"] for entry in entries if entry.get("name") == name), None)

@@ -23,12 +23,13 @@ from services.gateway.tools.call_format import HERMES
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """One model's text side. `digest` is compared with what its workers report."""
+    """One model's text side. `digest` is compared with what its workers report. tool_template: of chats with tools."""
 
     name: str
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     chat_template: ChatTemplate | None
+    tool_template: ChatTemplate | None
     calls: ModelCalls
     eos_token_ids: tuple[int, ...]
     digest: bytes
@@ -42,12 +43,13 @@ class TextModel:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Tokens of a templated chat. Only the template's own special tokens count. Raises InvalidRequest."""
-        if self.chat_template is None:
+        template = self.tool_template if tools else self.chat_template
+        if template is None:
             raise InvalidRequest(f"the model {self.name} has no chat template; use completions", "messages")
         token_ids: list[int] = []
         self.tokenizer.encode_special_tokens = True
         try:
-            for piece, is_special in self.chat_template.render(messages, tools).pieces():
+            for piece, is_special in template.render(messages, tools).pieces():
                 if is_special:
                     token_id = self.tokenizer.token_to_id(piece)
                     assert token_id is not None
@@ -76,17 +78,22 @@ def load_text_model(source: ModelSource, call_format: str | None = None) -> Text
     tokenizer = loaded.tokenizer
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     vocabulary = build_vocabulary(tokenizer)
-    template = (
-        ChatTemplate(loaded.template, special_tokens=special, variables=loaded.variables, call_format=call_format)
-        if loaded.template
+    template, own_tool_template = (
+        ChatTemplate(source_text, special_tokens=special, variables=loaded.variables, call_format=call_format)
+        if source_text
         else None
+        for source_text in (loaded.template, loaded.tool_template)
     )
+    tool_template = own_tool_template or template
     return TextModel(
         name=source.name,
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         chat_template=template,
-        calls=model_calls(template.calls if template else Calls(HERMES, is_native=False), tokenizer, vocabulary),
+        tool_template=tool_template,
+        calls=model_calls(
+            tool_template.calls if tool_template else Calls(HERMES, is_native=False), tokenizer, vocabulary
+        ),
         eos_token_ids=loaded.eos_token_ids,
         digest=tokenizer_digest(source),
         longest_token_bytes=max([len(token) for token in vocabulary.token_bytes] + [len(t.encode()) for t in special]),
