@@ -8,11 +8,8 @@ the calls of earlier answers as these were written, and results in messages of t
 from __future__ import annotations
 
 import json
-import re
-from base64 import b32encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
@@ -23,13 +20,12 @@ from services.gateway.tools.call_format import (
     FORMATS,
     GENERIC,
     HERMES,
-    ID_CHARACTERS,
     CallFormat,
     format_of_template,
+    short_id,
 )
 
 Message = Mapping[str, Any]
-_SHORT_ID = re.compile(rf"[A-Za-z0-9]{{{ID_CHARACTERS}}}")
 # Small models answer in whichever of the tags they have read last.
 _FUNCTIONS = """\
 You can call functions. These are they, as JSON, one a line:
@@ -95,13 +91,6 @@ def as_text(
     return [{"role": "system", "content": introduction}, *chat]
 
 
-def short_id(text: str) -> str:
-    """An id of letters and digits that follows from a text, and is the text itself where it is such an id."""
-    if _SHORT_ID.fullmatch(text):
-        return text
-    return b32encode(blake2b(text.encode(), digest_size=ID_CHARACTERS).digest()).decode()[:ID_CHARACTERS].lower()
-
-
 def _introduction(tools: Sequence[Mapping[str, Any]], call_format: CallFormat) -> str:
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     how = _BETWEEN_TAGS if call_format is HERMES else _ALONE
@@ -137,8 +126,8 @@ def _single_calls(messages: Sequence[Message]) -> Iterator[Message]:
         position += len(results)
         for number, call in enumerate(calls):
             yield {**message, "tool_calls": [call], "content": "" if number else message["content"]}
-            yield from (one for one in results if one["tool_call_id"] == call["id"])
-            results = [one for one in results if one["tool_call_id"] != call["id"]]
+            yield from (one for one in results if one.get("tool_call_id") == call["id"])
+            results = [one for one in results if one.get("tool_call_id") != call["id"]]
         yield from results
 
 

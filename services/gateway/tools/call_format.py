@@ -7,14 +7,17 @@ format has several texts for a part, models write any of them; the first is the 
 from __future__ import annotations
 
 import re
+from base64 import b32encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # A letter or digit in the text of a format: of an id, which the model makes up.
 ANY = "\x00"
 ID_CHARACTERS = 9
 _ID = ANY * ID_CHARACTERS
+_SHORT_ID = re.compile(rf"[A-Za-z0-9]{{{ID_CHARACTERS}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,13 @@ GENERIC = "generic"
 FORMATS = {one.name: one for one in (HERMES, LLAMA3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_ARGS)}
 # Qwen's coders and GLM have calls between Hermes' tags, yet not as JSON.
 _NOT_HERMES = ("<function=", "<arg_key>")
+
+
+def short_id(text: str) -> str:
+    """An id of ID_CHARACTERS letters and digits that follows from a text: the text itself where it is one."""
+    if _SHORT_ID.fullmatch(text):
+        return text
+    return b32encode(blake2b(text.encode(), digest_size=ID_CHARACTERS).digest()).decode()[:ID_CHARACTERS].lower()
 
 
 def format_of_template(source: str) -> CallFormat | None:

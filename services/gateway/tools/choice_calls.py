@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from services.gateway.output import STOP
-from services.gateway.text.tool_prompt import short_id
-from services.gateway.tools.call_format import CallFormat
+from services.gateway.tools.call_format import CallFormat, short_id
 from services.gateway.tools.call_parser import CallParser, Piece
 
 TOOL_CALLS = "tool_calls"
