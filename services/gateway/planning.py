@@ -23,6 +23,7 @@ from services.gateway.request import (
 from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.sampling_defaults import with_defaults
 from services.gateway.text.text_model import TextModel
+from services.gateway.tools.parameters import text_parameters
 from services.gateway.tools.tool_use import tool_form
 
 # A leading part of so many characters for each token of the context is tokenised of a text that is much longer.
@@ -113,7 +114,7 @@ def make_plan(
         ttft_s=request.ttft_s,
         tpot_s=request.tpot_s,
         form=form,
-        function_names=_function_names(request),
+        functions=_functions(request),
         vocab_size=view.vocab_size,
         name=request.model,
         adapter=adapter,
@@ -132,9 +133,9 @@ def _form(request: GenerationRequest, text: TextModel) -> AnswerForm | None:
     return request.form
 
 
-def _function_names(request: GenerationRequest) -> tuple[str, ...]:
-    use = request.form
-    return tuple(function.name for function in use.functions) if isinstance(use, ToolUse) else ()
+def _functions(request: GenerationRequest) -> dict[str, frozenset[str]]:
+    functions = request.form.functions if isinstance(request.form, ToolUse) else ()
+    return {function.name: text_parameters(function.parameters) for function in functions}
 
 
 def _sampling(request: GenerationRequest, form: AnswerForm | None, text: TextModel) -> Sampling:

@@ -128,8 +128,8 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request. stop_token_ids holds the end-of-sequence tokens unless they are to be ignored.
 
-    form: its grammar is still to be compiled, for a model of vocab_size tokens. function_names: those that
-    answers may call. pooling: all embeddings are made by it;
+    form: its grammar is still to be compiled, for a model of vocab_size tokens. functions: names of those that
+    answers may call, each with the names of its arguments that are text. pooling: all embeddings are made by it;
     empty: by whatever a worker has.
     """
 
@@ -146,7 +146,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float
     tpot_s: float
     form: AnswerForm | None = None
-    function_names: tuple[str, ...] = ()
+    functions: dict[str, frozenset[str]] = {}
     vocab_size: int = 0
     # As the request named its model.
     name: str = ""

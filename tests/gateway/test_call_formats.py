@@ -18,6 +18,7 @@ from services.common.grammars import compile_grammar, grammar_tokenizer
 from services.common.models import ModelSource
 from services.gateway.api.openai_parse import CHAT, parse_openai
 from services.gateway.config import GatewaySettings
+from services.gateway.errors import InvalidRequest
 from services.gateway.request import ToolUse
 from services.gateway.text.text_model import TextModel, load_text_model
 from services.gateway.tools.call_format import FORMATS
@@ -25,8 +26,16 @@ from services.gateway.tools.tool_use import tool_form
 from tests.gateway.conftest import Mesh, running_mesh
 from tests.gateway.test_tool_calls import calls_of, whole
 from tests.support.call_formats import WRITERS, Writer, llama3, llama3_tagged
-from tests.support.call_models import CONTROL, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE, TEMPLATES, family_folder, family_model
-from tests.support.tools import TOOLS
+from tests.support.call_models import (
+    CONTROL,
+    LLAMA3_TEMPLATE,
+    MISTRAL_TEMPLATE,
+    QWEN_CODER_TEMPLATE,
+    TEMPLATES,
+    family_folder,
+    family_model,
+)
+from tests.support.tools import TOOLS, function
 
 PARIS = ("get_weather", '{"city": "Paris"}')
 NOW = ("get_time", "{}")
@@ -87,7 +96,7 @@ def test_a_format_is_found_in_its_template(tmp_path: Path, name: str) -> None:
         (PLAIN, "mistral", "mistral", False, False),
         (LLAMA3_TEMPLATE, "hermes", "hermes", True, False),
         (LLAMA3_TEMPLATE, "generic", "hermes", False, False),
-        (PLAIN + "{{ tools }}<tool_call><function=f>", None, "hermes", False, True),
+        (PLAIN + "{{ tools }}<tool_call><arg_key>", None, "hermes", False, True),
         (PLAIN + "{{ tools }}<|tool_calls_begin|>", None, "hermes", False, True),
         (PLAIN + "{{ tools }}<|tool_calls_begin|>", "mistral-args", "mistral-args", True, False),
     ],
@@ -150,6 +159,60 @@ def test_answers_are_held_to_their_calls(tmp_path: Path, name: str, write: Write
         assert verdict(model, write([NOW] * 17)) == ""
 
 
+NOTE = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "Any."},
+        "kind": {"type": "string", "enum": ["a", "b"]},
+        "limits": {"$ref": "#/$defs/limits"},
+        "id": {"type": "string", "maxLength": 3},
+    },
+    "required": ["text"],
+    "$defs": {"limits": {"type": "array", "items": {"type": "integer"}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "held"),
+    [
+        ([("text", "a\n<b> </parameter>")], "whole"),
+        ([("text", ""), ("kind", "b"), ("limits", "[1, 2]"), ("id", '"abc"')], "whole"),
+        ([("text", ""), ("limits", "[]")], "whole"),
+        ([], ""),
+        ([("kind", "a")], ""),
+        ([("text", ""), ("kind", "c")], ""),
+        ([("text", ""), ("limits", '["x"]')], ""),
+        ([("text", ""), ("id", '"abcd"')], ""),
+        ([("text", ""), ("id", "abc")], ""),
+        ([("text", ""), ("other", "1")], ""),
+        ([("kind", "a"), ("text", "")], ""),
+    ],
+)
+def test_parameters_keep_to_their_schema(tmp_path: Path, parameters: list[tuple[str, str]], held: str) -> None:
+    model = family_model(tmp_path, QWEN_CODER_TEMPLATE)
+    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters)
+    answer = f"<tool_call>\n<function=note>\n{written}</function>\n</tool_call>"
+    assert verdict(model, answer, tools=[function("note", NOTE)]) == held
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"anyOf": [{}]}, {"properties": {"a>b": {}}}, {"patternProperties": {}}, {"required": 5}, {"required": ["a"]}],
+)
+def test_arguments_that_cannot_be_written_one_by_one_are_refused(tmp_path: Path, schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        verdict(family_model(tmp_path, QWEN_CODER_TEMPLATE), "", tools=[function("f", schema)])
+    assert caught.value.param == "tools[0].function.parameters"
+
+
+def test_earlier_calls_of_qwen_coder_are_rendered(tmp_path: Path) -> None:
+    call = ("note", '{"text": "a\\nb", "limits": [1]}')
+    text, control = prompt(family_model(tmp_path, QWEN_CODER_TEMPLATE), said(call))
+    written = "<parameter=text>\na\nb\n</parameter>\n<parameter=limits>\n[1]\n</parameter>\n"
+    assert f"<tool_call>\n<function=note>\n{written}</function>\n</tool_call>" in text
+    assert {"<tool_call>", "</tool_call>"} <= control
+
+
 def test_json_that_calls_nothing_is_text(tmp_path: Path) -> None:
     """Where calls need no tag."""
     model = family_model(tmp_path, LLAMA3_TEMPLATE)
@@ -202,7 +265,7 @@ def test_a_prompt_of_ours_shows_the_format(tmp_path: Path, name: str) -> None:
     call_format = FORMATS[name]
     text, control = prompt(family_model(tmp_path, PLAIN, name), said(PARIS, content="So."), result(0, "sunny"))
     told, _, chat = text.partition("<|im_start|>user")
-    assert "arguments as a JSON object" in told
+    assert ("<value, as JSON" if call_format.has_parameters else "arguments as a JSON object") in told
     assert call_format.text([("<function-name>", "")]).partition("<function-name>")[0].rstrip('"') in told
     assert f"So.\n{call_format.text([PARIS])}" in chat
     assert "<tool_response>\nsunny\n</tool_response>" in chat

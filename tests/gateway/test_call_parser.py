@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.tools.call_format import FORMATS, HERMES, LLAMA3, MISTRAL, CallFormat
+from services.gateway.tools.call_format import FORMATS, HERMES, LLAMA3, MISTRAL, QWEN_CODER, CallFormat
 from services.gateway.tools.call_parser import Arguments, CallBegin, CallParser, Text
-from tests.support.call_formats import WRITERS, Writer, hermes, llama3, llama3_tagged, mistral
+from tests.support.call_formats import WRITERS, Writer, hermes, llama3, llama3_tagged, mistral, qwen_coder
 
 TAG = HERMES.tag
 # Some begin as others do.
-NAMES = ["f", "get", "get_time", "get_weather", "x" * 64]
+NAMES = {name: {"t", "text"} for name in ("f", "get", "get_time", "get_weather", "x" * 64)}
 # Much of what is like a call and is none.
 LIKENESSES = [
     "<",
@@ -38,6 +38,11 @@ LIKENESSES = [
     ', "id": "a1B2c3D4e"}',
     "[CALL_ID]a1B2c3D4e",
     "[ARGS]",
+    "\n<function=f>\n",
+    "<parameter=t>\n",
+    "<parameter=n>\n",
+    "\n</parameter>\n",
+    "</function>\n</tool_call>",
     "ü🎉",
 ]
 LIKENESSES += [one.tag for one in FORMATS.values()]
@@ -49,12 +54,21 @@ VALUES = st.recursive(
     max_leaves=4,
 )
 CALLS = st.lists(
-    st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=5), VALUES, max_size=3)), max_size=3
+    st.tuples(st.sampled_from(list(NAMES)), st.dictionaries(st.text(max_size=5), VALUES, max_size=3)), max_size=3
 )
+END = "\n</parameter>\n"
+# Of a format whose arguments are not JSON as a whole.
+TEXTS = st.one_of(st.text(max_size=8), st.lists(st.sampled_from(LIKENESSES), max_size=3).map("".join)).filter(
+    lambda text: (text + END).find(END) == len(text)
+)
+PARAMETERS = st.fixed_dictionaries({}, optional={"t": TEXTS, "n": VALUES, "text": TEXTS, "m": VALUES})
 CUTS = st.lists(st.integers(0, 300), max_size=12)
 Parsed = tuple[str, list[list[str]], bool]
 each_format = pytest.mark.parametrize("call_format", list(FORMATS.values()), ids=list(FORMATS))
-each_writer = pytest.mark.parametrize(("call_format", "write"), WRITERS, ids=[write.__name__ for _, write in WRITERS])
+JSON_WRITERS = [(one, write) for one, write in WRITERS if not one.has_parameters]
+each_writer = pytest.mark.parametrize(
+    ("call_format", "write"), JSON_WRITERS, ids=[write.__name__ for _, write in JSON_WRITERS]
+)
 
 
 def parse(call_format: CallFormat, text: str, cuts: list[int]) -> Parsed:
@@ -128,7 +142,35 @@ def test_what_was_said_of_a_cut_answer_is_given(
         assert json.dumps(value, ensure_ascii=False).startswith(found[-1][1])
 
 
-@each_writer
+@settings(max_examples=150)
+@given(
+    text=st.text(),
+    calls=st.lists(st.tuples(st.sampled_from(list(NAMES)), PARAMETERS), max_size=3),
+    cuts=CUTS,
+    end=st.integers(0, 300),
+)
+def test_parameters_become_json(text: str, calls: list[tuple[str, Any]], cuts: list[int], end: int) -> None:
+    whole = text + written(qwen_coder, calls)
+    shown, found, complete = parse(QWEN_CODER, whole, cuts)
+    assert shown == (text.rstrip() if calls else text)
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    assert complete is bool(calls)
+    # Of a cut answer all that was said of each value is given.
+    _, cut, _ = parse(QWEN_CODER, whole[:end], cuts)
+    assert cut == parse(QWEN_CODER, whole[:end], [])[1]
+    assert all(one == another for one, another in zip(cut[:-1], found, strict=False))
+    if cut:
+        assert cut[-1][0] == found[len(cut) - 1][0]
+
+
+def test_a_value_that_is_cut_is_given() -> None:
+    begin = '<tool_call>\n<function=f>\n<parameter=t>\nPa"ris'
+    for held in ("", "\n", "\n</param", "\n</parameter>"):
+        assert parse(QWEN_CODER, begin + held, []) == ("", [["f", json.dumps({"t": f'Pa"ris{held}'})[:-2]]], False)
+    assert parse(QWEN_CODER, begin + "\n</parameter>\n<par", []) == ("", [["f", '{"t": "Pa\\"ris"']], False)
+
+
+@pytest.mark.parametrize(("call_format", "write"), WRITERS)
 def test_functions_that_may_not_be_called_are_text(call_format: CallFormat, write: Writer) -> None:
     said = write([("other", "{}")])
     assert parse(call_format, said, []) == (said, [], False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 from services.gateway.tools.call_format import (
@@ -10,6 +11,7 @@ from services.gateway.tools.call_format import (
     MISTRAL,
     MISTRAL_ARGS,
     MISTRAL_CALL_ID,
+    QWEN_CODER,
     CallFormat,
 )
 
@@ -19,6 +21,19 @@ Calls = Sequence[tuple[str, str]]
 def hermes(calls: Calls) -> str:
     """Hermes 2 Pro and 3, Qwen 2.5 and 3."""
     return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in calls)
+
+
+def qwen_coder(calls: Calls) -> str:
+    """Qwen 3 Coder. Arguments whose names begin with a t are text."""
+    return "\n".join(f"<tool_call>\n<function={n}>\n{_parameters(a)}</function>\n</tool_call>" for n, a in calls)
+
+
+def _parameters(arguments: str) -> str:
+    written = {
+        name: value if name.startswith("t") else json.dumps(value, ensure_ascii=False)
+        for name, value in json.loads(arguments).items()
+    }
+    return "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in written.items())
 
 
 def llama3(calls: Calls) -> str:
@@ -57,6 +72,7 @@ def mistral_call_id(calls: Calls) -> str:
 Writer = Callable[[Calls], str]
 WRITERS: list[tuple[CallFormat, Writer]] = [
     (HERMES, hermes),
+    (QWEN_CODER, qwen_coder),
     (LLAMA3, llama3),
     (LLAMA3, llama3_tagged),
     (MISTRAL, mistral),

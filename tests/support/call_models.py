@@ -68,8 +68,22 @@ HERMES_TEMPLATE = """\
 {{ '{"name": "' + c.function.name + '", "arguments": ' }}{{ c.function.arguments | tojson }}}
 </tool_call>{% endfor %}<|im_end|>{% endfor -%}
 """
+QWEN_CODER_TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}
+{% endfor -%}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}
+<tool_call>
+<function={{ c.function.name }}>
+{% for name, value in c.function.arguments | items %}<parameter={{ name }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}<|im_end|>{% endfor -%}
+"""
 TEMPLATES = {
     "hermes": HERMES_TEMPLATE,
+    "qwen-coder": QWEN_CODER_TEMPLATE,
     "llama3": LLAMA3_TEMPLATE,
     "mistral": MISTRAL_TEMPLATE,
     "mistral-args": MISTRAL_ARGS_TEMPLATE,

@@ -91,7 +91,7 @@ class InferenceService(InferenceServicer):
 
     def _calls(self, session: Session, begun: Begun) -> list[ChoiceCalls]:
         """Of each choice; none where no function may be called."""
-        names = begun.plan.function_names
+        names = begun.plan.functions
         if not names:
             return []
         known = self._core.catalog.texts[begun.plan.model].calls.format

@@ -59,9 +59,9 @@ class Reply:
         if reply.prompt_logprobs is not None or reply.echoes_logprobs:
             self.prompt_logprobs = PromptLogprobs(plan, self._vocabulary)
         self.calls: list[CallDeltas] | None = None
-        if plan.function_names:
+        if plan.functions:
             self.calls = [
-                CallDeltas(ChoiceCalls(request_id, choice, text.calls.format, plan.function_names))
+                CallDeltas(ChoiceCalls(request_id, choice, text.calls.format, plan.functions))
                 for choice in range(len(self.echoes))
             ]
         self._identity = {

@@ -62,7 +62,7 @@ class TextModel:
 
     def vocabulary_of(self, plan: Plan) -> Vocabulary:
         """The vocabulary of its answers' text."""
-        return self.calls.vocabulary if plan.function_names else self.vocabulary
+        return self.calls.vocabulary if plan.functions else self.vocabulary
 
     def least_tokens(self, num_bytes: int) -> int:
         """A lower bound on the tokens of a text of `num_bytes`, known without tokenising it."""

@@ -40,6 +40,7 @@ answer with its name and its arguments as JSON between <tool_call> and </tool_ca
 _ALONE = """\
 answer with its name and its arguments as JSON, written like this and with nothing else:
 """
+_PARAMETERS = '{"<parameter-name>": "<value, as JSON unless it is text>"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,8 @@ def as_text(
 def _introduction(tools: Sequence[Mapping[str, Any]], call_format: CallFormat) -> str:
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     how = _BETWEEN_TAGS if call_format is HERMES else _ALONE
-    example = call_format.text([("<function-name>", "<arguments as a JSON object>")])
+    arguments = _PARAMETERS if call_format.has_parameters else "<arguments as a JSON object>"
+    example = call_format.text([("<function-name>", arguments)])
     if call_format is HERMES:
         example = example.replace('"<function-name>"', "<function-name>")
     return _FUNCTIONS.format(tools=lines) + how + example

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from services.gateway.tools.parameters import parameters_text
+
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # A letter or digit in the text of a format: of an id, which the model makes up.
 ANY = "\x00"
@@ -28,6 +30,7 @@ class CallFormat:
     Without an `end` each call has a tag of its own, behind `between`. tag_is_optional: an answer may begin with a call.
     control: those of the texts' parts that may be control tokens of a tokenizer. is_single: one call in an answer, and
     in each message that a template renders. has_short_ids: templates want ids of ID_CHARACTERS letters and digits.
+    has_parameters: arguments are not JSON, but parameters (`parameters`).
     """
 
     name: str
@@ -42,6 +45,7 @@ class CallFormat:
     tag_is_optional: bool = False
     is_single: bool = False
     has_short_ids: bool = False
+    has_parameters: bool = False
 
     def heads(self, names: Sequence[str]) -> list[tuple[str, str]]:
         """All that may stand between a tag and the first arguments, each with the name in it."""
@@ -64,11 +68,14 @@ class CallFormat:
         tag = "" if self.tag_is_optional else self.tag
         before_arguments = self.before_arguments.replace(ANY, "0")
         written = [
-            f"{self.before_name[0]}{name}{before_arguments}{arguments}{self.after_arguments[0]}"
+            f"{self.before_name[0]}{name}{before_arguments}{self._arguments(arguments)}{self.after_arguments[0]}"
             for name, arguments in calls
         ]
         separator = self.between if self.end else self.between + tag + self.begin[0]
         return tag + self.begin[0] + separator.join(written) + self.end
+
+    def _arguments(self, arguments: str) -> str:
+        return parameters_text(arguments) if self.has_parameters else arguments
 
 
 # Hermes, Qwen 2.5 and Qwen 3; the generic prompt teaches it, too.
@@ -80,6 +87,17 @@ HERMES = CallFormat(
     before_arguments='", "arguments": ',
     after_arguments=("}\n</tool_call>",),
     between="\n",
+)
+# Qwen 3 Coder.
+QWEN_CODER = CallFormat(
+    name="qwen-coder",
+    tag="<tool_call>",
+    control=("<tool_call>", "</tool_call>"),
+    before_name=("\n<function=",),
+    before_arguments=">\n",
+    after_arguments=("</function>\n</tool_call>",),
+    between="\n",
+    has_parameters=True,
 )
 # Llama 3.1 to 3.3.
 LLAMA3 = CallFormat(
@@ -124,9 +142,9 @@ MISTRAL_ARGS = CallFormat(
 )
 # A setting, beside the names of formats: the template is treated as one that knows no tools.
 GENERIC = "generic"
-FORMATS = {one.name: one for one in (HERMES, LLAMA3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_ARGS)}
-# Qwen's coders and GLM have calls between Hermes' tags, yet not as JSON.
-_NOT_HERMES = ("<function=", "<arg_key>")
+FORMATS = {one.name: one for one in (HERMES, QWEN_CODER, LLAMA3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_ARGS)}
+# GLM has calls between Hermes' tags, too.
+_OF_GLM = "<arg_key>"
 
 
 def short_id(text: str) -> str:
@@ -143,7 +161,9 @@ def format_of_template(source: str) -> CallFormat | None:
             return MISTRAL
         return MISTRAL_CALL_ID if "[CALL_ID]" in source else MISTRAL_ARGS
     if HERMES.tag in source:
-        return None if any(other in source for other in _NOT_HERMES) else HERMES
+        if _OF_GLM in source:
+            return None
+        return QWEN_CODER if "<function=" in source else HERMES
     # Inside a string of the template a quotation mark may have a backslash.
     if '"parameters": ' in source.replace("\\", "") and "ipython" in source:
         return LLAMA3

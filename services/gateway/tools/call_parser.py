@@ -7,10 +7,11 @@ tag is dropped. Whatever is not written as the call format has it, or calls anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from services.gateway.tools.call_format import ANY, CallFormat
+from services.gateway.tools.parameters import ParameterReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,12 @@ class CallParser:
     """State of one answer. num_calls: that have begun."""
 
     __slots__ = (
-        "_format", "_head_at", "_heads", "_held", "_names", "_nesting", "_pieces", "_state", "_tails", "num_calls",
+        "_format", "_head_at", "_heads", "_held", "_names", "_nesting", "_pieces", "_reader", "_state", "_tails",
+        "num_calls",
     )  # fmt: skip
 
-    def __init__(self, call_format: CallFormat, names: Sequence[str]) -> None:
-        """names: of the functions that may be called."""
+    def __init__(self, call_format: CallFormat, names: Mapping[str, Collection[str]]) -> None:
+        """names: of the functions that may be called, each with the names of its arguments that are text."""
         self.num_calls = 0
         self._format = call_format
         self._names = names
@@ -85,11 +87,12 @@ class CallParser:
         self._heads: list[tuple[str, str]] = []
         self._tails: list[tuple[str, bool]] = []
         self._nesting = _Nesting()
+        self._reader = ParameterReader(())
         self._pieces: list[Piece] = []
         # Takes text and gives back what of it is for the next state.
         self._state: Callable[[str], str] = self._in_text
         if call_format.tag_is_optional:
-            self._expect_head(call_format.heads(names))
+            self._expect_head(call_format.heads(list(names)))
 
     def push(self, text: str) -> list[Piece]:
         """What is known of the answer with this text."""
@@ -100,6 +103,9 @@ class CallParser:
 
     def finish(self) -> list[Piece]:
         """What was held back, when the answer has ended."""
+        if self._state == self._in_parameters:
+            cut = self._reader.finish()
+            return [Arguments(self.num_calls - 1, cut)] if cut else []
         held, self._held = self._held, ""
         is_of_a_call = self._state == self._in_tail or (self.num_calls and not held.strip())
         return [Text(held)] if held and not is_of_a_call else []
@@ -116,7 +122,7 @@ class CallParser:
             begin = len(whole[:found].rstrip())
             self._show(whole[:begin])
             self._held = whole[begin : found + len(tag)]
-            self._expect_head(self._format.heads(self._names))
+            self._expect_head(self._format.heads(list(self._names)))
             return whole[found + len(tag) :]
         tag_at = len(whole) - _length_of_beginning(whole, tag)
         begin = len(whole[:tag_at].rstrip())
@@ -133,12 +139,8 @@ class CallParser:
         for position, character in enumerate(text):
             length = len(self._held) - self._head_at
             name = next((name for head, name in self._heads if len(head) == length), None)
-            if name is not None and character == "{":
-                self._pieces.append(CallBegin(self.num_calls, name))
-                self.num_calls += 1
-                self._held = ""
-                self._nesting = _Nesting()
-                self._state = self._in_arguments
+            if name is not None and (character == "{" or self._format.has_parameters):
+                self._begin_call(name)
                 return text[position:]
             self._heads = [one for one in self._heads if _goes_on(one[0], length, character)]
             if not self._heads:
@@ -150,12 +152,31 @@ class CallParser:
             self._held += character
         return ""
 
+    def _begin_call(self, name: str) -> None:
+        self._pieces.append(CallBegin(self.num_calls, name))
+        self.num_calls += 1
+        self._held = ""
+        self._nesting, self._reader = _Nesting(), ParameterReader(self._names[name])
+        self._state = self._in_parameters if self._format.has_parameters else self._in_arguments
+
+    def _in_parameters(self, text: str) -> str:
+        told, rest = self._reader.push(text)
+        if told:
+            self._pieces.append(Arguments(self.num_calls - 1, told))
+        if rest is None:
+            return ""
+        self._expect_tail()
+        return rest
+
+    def _expect_tail(self) -> None:
+        self._tails = self._format.tails()
+        self._state = self._in_text if ("", False) in self._tails else self._in_tail
+
     def _in_arguments(self, text: str) -> str:
         for position, character in enumerate(text):
             if self._nesting.ends_with(character):
                 self._pieces.append(Arguments(self.num_calls - 1, text[: position + 1]))
-                self._tails = self._format.tails()
-                self._state = self._in_text if ("", False) in self._tails else self._in_tail
+                self._expect_tail()
                 return text[position + 1 :]
         self._pieces.append(Arguments(self.num_calls - 1, text))
         return ""
@@ -173,7 +194,7 @@ class CallParser:
                 self._held = ""
                 self._state = self._in_text
                 if another:
-                    self._expect_head(self._format.next_heads(self._names))
+                    self._expect_head(self._format.next_heads(list(self._names)))
                 return text[position + 1 :]
         return ""
 

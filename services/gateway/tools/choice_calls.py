@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from hashlib import blake2b
 
 from services.gateway.output import STOP
@@ -16,8 +16,10 @@ _ID_BYTES = 12
 class ChoiceCalls:
     """State of one choice."""
 
-    def __init__(self, answer_id: str, choice: int, call_format: CallFormat, names: Sequence[str]) -> None:
-        """answer_id: a repeated request has the same, and so the same ids of calls. names: that may be called."""
+    def __init__(
+        self, answer_id: str, choice: int, call_format: CallFormat, names: Mapping[str, Collection[str]]
+    ) -> None:
+        """answer_id: a repeated request has the same, and so the same ids of calls. names: see `CallParser`."""
         self._parser = CallParser(call_format, names)
         self._seed = f"{answer_id}/{choice}"
         self._has_short_ids = call_format.has_short_ids

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 
 from services.common.grammars import inline_schema, lark_grammar
+from services.gateway.errors import InvalidRequest
 from services.gateway.grammars.formats import json_form
 from services.gateway.request import AnswerForm, Function, ToolUse
 from services.gateway.tools.call_format import ANY, CallFormat
+from services.gateway.tools.parameters import BEGIN, END, NAMED, is_text
 
 MAX_TOOLS = 128
 # A model that repeats itself ends after so many.
@@ -25,6 +27,8 @@ MAX_CALLS = 16
 _COMBINING = {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "$dynamicRef"} | {
     "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas",
 }  # fmt: skip
+# In the name of an argument that is written in a tag.
+_UNWRITABLE = re.compile(r"[>\n]")
 _ANYTHING = r"/(.|\n)*/"
 
 
@@ -38,6 +42,24 @@ def tool_form(use: ToolUse, call_format: CallFormat, control: Mapping[str, int])
     parts = tuple(json_form(function.field, function.parameters) for function in closed)
     rules = _Rules(closed, use, call_format, control)
     return AnswerForm(lark_grammar("\n".join(rules.lines())), use.field, parts)
+
+
+def _is_said_by_properties(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema's properties tell all arguments, with names that can be written in a tag."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if _COMBINING & schema.keys() - {"additionalProperties"} or not isinstance(properties, Mapping):
+        return False
+    are_named = isinstance(required, list) and all(name in properties for name in required if isinstance(name, str))
+    return are_named and not any(map(_UNWRITABLE.search, properties))
+
+
+def _value(schema: Any, definitions: Mapping[str, Any]) -> str:
+    """A value and its end. definitions: that the schema may refer to."""
+    if is_text(schema):
+        texts = " | ".join(json.dumps(text + END) for text in schema.get("enum", ()))
+        return f"({texts})" if texts else "text"
+    whole = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+    return f"{inline_schema({**definitions, **whole})} {json.dumps(END)}"
 
 
 def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -72,10 +94,28 @@ class _Rules:
             yield f"TEXT: {_ANYTHING}{self._no_bare_call()}"
         yield f"calls: {self._any_of(self._format.begin)} call {self._further()} {self._text(self._format.end)}"
         yield f"call: {' | '.join(f'call_{i}' for i in range(len(self._functions)))}"
+        if self._format.has_parameters:
+            # Lazy: a value that has come to its end is complete.
+            yield f"text[lazy]: {_ANYTHING} {json.dumps(END)}"
         for i, function in enumerate(self._functions):
             before_name, after = map(self._any_of, (self._format.before_name, self._format.after_arguments))
             named = self._text(function.name + self._format.before_arguments)
-            yield f"call_{i}: {before_name} {named} {inline_schema(function.parameters)} {after}"
+            if self._format.has_parameters:
+                arguments = " ".join(self._parameters(function))
+            else:
+                arguments = inline_schema(function.parameters)
+            yield f"call_{i}: {before_name} {named} {arguments} {after}"
+
+    def _parameters(self, function: Function) -> Iterator[str]:
+        """One part for each argument, in the order of the schema. Raises InvalidRequest."""
+        schema = function.parameters
+        if not _is_said_by_properties(schema):
+            detail = "the model writes arguments one by one, so `properties` alone has to say which there are"
+            raise InvalidRequest(f"{function.field}: {detail}", function.field)
+        definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        for name, own in schema.get("properties", {}).items():
+            part = f"{json.dumps(BEGIN + name + NAMED)} {_value(own, definitions)}"
+            yield part if name in schema.get("required", []) else f"({part})?"
 
     def _further(self) -> str:
         further = self._most_calls - 1
