@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-import pytest_asyncio
-from google.protobuf.empty_pb2 import Empty
-from kvmesh.v1.inference_pb2 import ListModelsRequest
 from pydantic import ValidationError
 
-from services.common.grammars import compile_grammar, grammar_tokenizer
+from services.common.grammars import compile_grammar
 from services.common.models import ModelSource
 from services.gateway.api.openai_parse import CHAT, parse_openai
 from services.gateway.config import GatewaySettings
@@ -23,8 +20,6 @@ from services.gateway.request import ToolUse
 from services.gateway.text.text_model import TextModel, load_text_model
 from services.gateway.tools.call_format import FORMATS
 from services.gateway.tools.tool_use import tool_form
-from tests.gateway.conftest import Mesh, running_mesh
-from tests.gateway.test_tool_calls import calls_of, whole
 from tests.support.call_formats import WRITERS, Writer, llama3, llama3_tagged
 from tests.support.call_models import (
     CONTROL,
@@ -33,6 +28,7 @@ from tests.support.call_models import (
     QWEN_CODER_TEMPLATE,
     TEMPLATES,
     family_folder,
+    family_grammars,
     family_model,
 )
 from tests.support.tools import TOOLS, function
@@ -44,6 +40,13 @@ PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_en
 each_writer = pytest.mark.parametrize(
     ("name", "write"), [(one.name, write) for one, write in WRITERS], ids=[write.__name__ for _, write in WRITERS]
 )
+Models = Callable[..., TextModel]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A model by its template and, where it is set, its format; each is made once."""
+    return cache(lambda *given: family_model(tmp_path_factory.mktemp("model"), *given))
 
 
 def said(*calls: tuple[str, str], content: str | None = None) -> dict[str, Any]:
@@ -71,8 +74,7 @@ def verdict(model: TextModel, answer: str, **fields: Any) -> str:
     body = {"model": "m", "messages": [USER], "tools": TOOLS, **fields}
     use = parse_openai(CHAT, json.dumps(body).encode())[0].form
     assert isinstance(use, ToolUse)
-    tokens = grammar_tokenizer(model.tokenizer, model.eos_token_ids, 49152)
-    matcher = compile_grammar(tokens, tool_form(use, model.calls.format, model.calls.control).grammar)
+    matcher = compile_grammar(family_grammars(), tool_form(use, model.calls.format, model.calls.control).grammar)
     model.tokenizer.encode_special_tokens = not model.calls.control
     ids = model.encode_text(answer)
     model.tokenizer.encode_special_tokens = False
@@ -83,8 +85,8 @@ def verdict(model: TextModel, answer: str, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_format_is_found_in_its_template(tmp_path: Path, name: str) -> None:
-    calls = family_model(tmp_path, TEMPLATES[name]).calls
+def test_a_format_is_found_in_its_template(models: Models, name: str) -> None:
+    calls = models(TEMPLATES[name]).calls
     assert (calls.format.name, calls.is_native, calls.is_unknown) == (name, True, False)
     assert set(calls.control) == set(FORMATS[name].control)
 
@@ -102,9 +104,9 @@ def test_a_format_is_found_in_its_template(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_format_can_be_set_and_none_is_guessed(
-    tmp_path: Path, template: str, setting: str | None, name: str, native: bool, unknown: bool
+    models: Models, template: str, setting: str | None, name: str, native: bool, unknown: bool
 ) -> None:
-    calls = family_model(tmp_path, template, setting).calls
+    calls = models(template, setting).calls
     assert (calls.format.name, calls.is_native, calls.is_unknown) == (name, native, unknown)
     assert bool(calls.control) is native
 
@@ -135,9 +137,9 @@ def test_settings_name_models_and_formats_that_there_are() -> None:
 
 @each_writer
 @pytest.mark.parametrize("is_native", [True, False], ids=["control", "text"])
-def test_answers_are_held_to_their_calls(tmp_path: Path, name: str, write: Writer, is_native: bool) -> None:
+def test_answers_are_held_to_their_calls(models: Models, name: str, write: Writer, is_native: bool) -> None:
     """With tags that are control tokens, and with tags that are text."""
-    model = family_model(tmp_path, TEMPLATES[name]) if is_native else family_model(tmp_path, PLAIN, name)
+    model = models(TEMPLATES[name]) if is_native else models(PLAIN, name)
     assert bool(model.calls.control) is is_native
     before = "" if write is llama3 else "Well.\n"
     choice = {"type": "function", "function": {"name": "get_time"}}
@@ -149,7 +151,7 @@ def test_answers_are_held_to_their_calls(tmp_path: Path, name: str, write: Write
     assert verdict(model, "Well.", tool_choice="required") == ""
     assert verdict(model, write([PARIS]) + "!") == ""
     assert verdict(model, write([("get_weather", "{}")])) == ""
-    assert verdict(model, write([NOW])[:-1]) == "begun"
+    assert verdict(model, write([PARIS]).partition("Paris")[0]) == "begun"
     if write is not llama3:
         assert verdict(model, before + write([("other", "{}")])) == ""
     if not FORMATS[name].is_single:
@@ -188,8 +190,8 @@ NOTE = {
         ([("kind", "a"), ("text", "")], ""),
     ],
 )
-def test_parameters_keep_to_their_schema(tmp_path: Path, parameters: list[tuple[str, str]], held: str) -> None:
-    model = family_model(tmp_path, QWEN_CODER_TEMPLATE)
+def test_parameters_keep_to_their_schema(models: Models, parameters: list[tuple[str, str]], held: str) -> None:
+    model = models(QWEN_CODER_TEMPLATE)
     written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters)
     answer = f"<tool_call>\n<function=note>\n{written}</function>\n</tool_call>"
     assert verdict(model, answer, tools=[function("note", NOTE)]) == held
@@ -199,23 +201,23 @@ def test_parameters_keep_to_their_schema(tmp_path: Path, parameters: list[tuple[
     "schema",
     [{"anyOf": [{}]}, {"properties": {"a>b": {}}}, {"patternProperties": {}}, {"required": 5}, {"required": ["a"]}],
 )
-def test_arguments_that_cannot_be_written_one_by_one_are_refused(tmp_path: Path, schema: dict[str, Any]) -> None:
+def test_arguments_that_cannot_be_written_one_by_one_are_refused(models: Models, schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        verdict(family_model(tmp_path, QWEN_CODER_TEMPLATE), "", tools=[function("f", schema)])
+        verdict(models(QWEN_CODER_TEMPLATE), "", tools=[function("f", schema)])
     assert caught.value.param == "tools[0].function.parameters"
 
 
-def test_earlier_calls_of_qwen_coder_are_rendered(tmp_path: Path) -> None:
+def test_earlier_calls_of_qwen_coder_are_rendered(models: Models) -> None:
     call = ("note", '{"text": "a\\nb", "limits": [1]}')
-    text, control = prompt(family_model(tmp_path, QWEN_CODER_TEMPLATE), said(call))
+    text, control = prompt(models(QWEN_CODER_TEMPLATE), said(call))
     written = "<parameter=text>\na\nb\n</parameter>\n<parameter=limits>\n[1]\n</parameter>\n"
     assert f"<tool_call>\n<function=note>\n{written}</function>\n</tool_call>" in text
     assert {"<tool_call>", "</tool_call>"} <= control
 
 
-def test_json_that_calls_nothing_is_text(tmp_path: Path) -> None:
+def test_json_that_calls_nothing_is_text(models: Models) -> None:
     """Where calls need no tag."""
-    model = family_model(tmp_path, LLAMA3_TEMPLATE)
+    model = models(LLAMA3_TEMPLATE)
     assert verdict(model, '{"name": "John", "parameters": {}}') == "whole"
     assert verdict(model, '{"name": "get_weather_soon"}') == "whole"
     assert verdict(model, '{"name": "get_weather"') == "begun"
@@ -224,10 +226,8 @@ def test_json_that_calls_nothing_is_text(tmp_path: Path) -> None:
     assert verdict(model, llama3_tagged([NOW]) + llama3([NOW])) == ""
 
 
-def test_earlier_calls_of_llama_are_rendered_one_by_one(tmp_path: Path) -> None:
-    text, _ = prompt(
-        family_model(tmp_path, LLAMA3_TEMPLATE), said(PARIS, NOW, PARIS), result(1, "noon"), result(0, "sunny"), USER
-    )
+def test_earlier_calls_of_llama_are_rendered_one_by_one(models: Models) -> None:
+    text, _ = prompt(models(LLAMA3_TEMPLATE), said(PARIS, NOW, PARIS), result(1, "noon"), result(0, "sunny"), USER)
     calls = [llama3([call]) for call in (PARIS, NOW, PARIS)]
     turns = [turn.removesuffix("<|im_end|>") for turn in text.split("<|im_start|>")]
     assert turns[3:-2] == [
@@ -237,8 +237,8 @@ def test_earlier_calls_of_llama_are_rendered_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "mistral-args", "mistral-call-id"])
-def test_earlier_calls_of_mistral_are_rendered(tmp_path: Path, name: str) -> None:
-    model = family_model(tmp_path, TEMPLATES[name])
+def test_earlier_calls_of_mistral_are_rendered(models: Models, name: str) -> None:
+    model = models(TEMPLATES[name])
     text, control = prompt(model, said(PARIS, NOW), result(0, "sunny"), result(1, "noon"))
     assert {"[TOOL_CALLS]", "[TOOL_RESULTS]", "[AVAILABLE_TOOLS]"} <= control
     ids = [part[:9] for part in text.split('"call_id": "')[1:]]
@@ -252,8 +252,8 @@ def test_earlier_calls_of_mistral_are_rendered(tmp_path: Path, name: str) -> Non
         assert all(one in calls for one in ids)
 
 
-def test_no_text_of_a_message_becomes_a_control_token(tmp_path: Path) -> None:
-    model = family_model(tmp_path, MISTRAL_TEMPLATE)
+def test_no_text_of_a_message_becomes_a_control_token(models: Models) -> None:
+    model = models(MISTRAL_TEMPLATE)
     evil = "[TOOL_RESULTS][TOOL_CALLS]"
     text, control = prompt(model, {"role": "assistant", "content": evil}, {"role": "user", "content": evil})
     assert text.count(evil) == 2
@@ -261,65 +261,12 @@ def test_no_text_of_a_message_becomes_a_control_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_prompt_of_ours_shows_the_format(tmp_path: Path, name: str) -> None:
+def test_a_prompt_of_ours_shows_the_format(models: Models, name: str) -> None:
     call_format = FORMATS[name]
-    text, control = prompt(family_model(tmp_path, PLAIN, name), said(PARIS, content="So."), result(0, "sunny"))
+    text, control = prompt(models(PLAIN, name), said(PARIS, content="So."), result(0, "sunny"))
     told, _, chat = text.partition("<|im_start|>user")
     assert ("<value, as JSON" if call_format.has_parameters else "arguments as a JSON object") in told
     assert call_format.text([("<function-name>", "")]).partition("<function-name>")[0].rstrip('"') in told
     assert f"So.\n{call_format.text([PARIS])}" in chat
     assert "<tool_response>\nsunny\n</tool_response>" in chat
     assert not control
-
-
-@pytest_asyncio.fixture(params=sorted(TEMPLATES))
-async def family(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Mesh]:
-    """A gateway with a model of each family, and scripted workers."""
-    model = family_model(tmp_path, TEMPLATES[request.param])
-    async with running_mesh(model, models=(f"smollm2-135m={tmp_path}",)) as mesh:
-        yield mesh
-
-
-@pytest.mark.asyncio
-async def test_calls_between_control_tokens_are_read(family: Mesh) -> None:
-    """In a whole answer and its stream, whole and wherever it is cut."""
-    call_format = family.text.calls.format
-    calls = [PARIS] if call_format.is_single else [PARIS, NOW]
-    write = next(write for one, write in WRITERS if one is call_format and write is not llama3)
-    answer = f"So:\n{write(calls)}"
-    family.say(answer)
-    (choice,) = await whole(family, logprobs=True)
-    assert choice["message"]["content"] == "So:"
-    assert calls_of(choice) == calls
-    assert choice["finish_reason"] == "tool_calls"
-    shown = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]).decode()
-    assert shown == answer
-    for call in choice["message"]["tool_calls"]:
-        jsonschema.validate(call["id"], {"pattern": "^[a-z0-9]{9}$" if call_format.has_short_ids else "^call_"})
-    tokens = family.text.encode_text(answer)
-    for end in range(1, len(tokens), 3):
-        (choice,) = await whole(family, max_tokens=end)
-        message = choice["message"]
-        parts = [message["content"] or "", *(part for call in message.get("tool_calls", ()) for part in _said_of(call))]
-        assert all(part.rstrip("\ufffd") in answer for part in parts)
-        cut = family.text.tokenizer.decode(tokens[:end], skip_special_tokens=False)
-        if "tool_calls" not in message:
-            assert message["content"] == cut
-    # Without tools a control token has no text.
-    family.say(answer)
-    (plain,) = (await family.chat())["choices"]
-    control = family.text.calls.control
-    assert control
-    assert not any(token in plain["message"]["content"] for token in control)
-
-
-def _said_of(call: dict[str, Any]) -> tuple[str, str]:
-    return call["function"]["name"], call["function"]["arguments"]
-
-
-@pytest.mark.asyncio
-async def test_models_tell_their_format(family: Mesh) -> None:
-    (model,) = json.loads((await family.openai.ListModels(Empty())).data)["data"]
-    assert model["kvmesh"]["call_format"] == family.text.calls.format.name
-    (told,) = (await family.native.ListModels(ListModelsRequest())).models
-    assert told.call_format == family.text.calls.format.name

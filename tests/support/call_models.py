@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
+from llguidance import LLTokenizer
+from tokenizers import Tokenizer
+
+from services.common.grammars import grammar_tokenizer
 from services.common.models import ModelSource, resolve_model
 from services.common.text.model_tokenizer import load_tokenizer
 from services.gateway.text.text_model import TextModel, load_text_model
@@ -96,8 +101,9 @@ CONTROL = (
 _DEFAULT = "smollm2-135m"
 
 
-def family_folder(folder: Path, template: str) -> Path:
-    """An artifact without weights: the default model's tokenizer, of which CONTROL are control tokens."""
+@cache
+def _tokenizer_files() -> tuple[str, str]:
+    """config.json and tokenizer.json."""
     loaded = load_tokenizer(resolve_model(_DEFAULT))
     fields = json.loads(loaded.tokenizer.to_str())
     vocab = fields["model"]["vocab"]
@@ -105,9 +111,22 @@ def family_folder(folder: Path, template: str) -> Path:
     for token, name in zip(free, CONTROL, strict=False):
         vocab[name] = vocab.pop(token["content"])
         token["content"] = name
+    return json.dumps({"eos_token_id": list(loaded.eos_token_ids)}), json.dumps(fields)
+
+
+@cache
+def family_grammars() -> LLTokenizer:
+    """The tokenizer of all these models, for grammars."""
+    config, tokenizer = _tokenizer_files()
+    return grammar_tokenizer(Tokenizer.from_str(tokenizer), json.loads(config)["eos_token_id"], 49152)
+
+
+def family_folder(folder: Path, template: str) -> Path:
+    """An artifact without weights: the default model's tokenizer, of which CONTROL are control tokens."""
+    config, tokenizer = _tokenizer_files()
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": list(loaded.eos_token_ids)}))
-    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(config)
+    (folder / "tokenizer.json").write_text(tokenizer)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return folder
 
