@@ -27,6 +27,7 @@ MAX_CALLS = 16
 _COMBINING = {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "$dynamicRef"} | {
     "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas",
 }  # fmt: skip
+_PATTERN_CHARACTERS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
 # In the name of an argument that is written in a tag.
 _UNWRITABLE = re.compile(r"[>\n]")
 _ANYTHING = r"/(.|\n)*/"
@@ -96,15 +97,18 @@ class _Rules:
         yield f"call: {' | '.join(f'call_{i}' for i in range(len(self._functions)))}"
         if self._format.has_parameters:
             # Lazy: a value that has come to its end is complete.
-            yield f"text[lazy]: {_ANYTHING} {json.dumps(END)}"
+            yield f"text[lazy]: ANYTHING {json.dumps(END)}"
+            yield f"ANYTHING: {_ANYTHING}"
+        after = self._any_of(self._format.after_arguments)
         for i, function in enumerate(self._functions):
-            before_name, after = map(self._any_of, (self._format.before_name, self._format.after_arguments))
-            named = self._text(function.name + self._format.before_arguments)
-            if self._format.has_parameters:
-                arguments = " ".join(self._parameters(function))
-            else:
-                arguments = inline_schema(function.parameters)
-            yield f"call_{i}: {before_name} {named} {arguments} {after}"
+            # Each in one piece: of pieces the first would end where text that begins so goes on.
+            heads = self._any_of([head for head, _ in self._format.next_heads([function.name])])
+            yield f"call_{i}: {heads} {self._arguments(function)} {after}"
+
+    def _arguments(self, function: Function) -> str:
+        if self._format.has_parameters:
+            return " ".join(self._parameters(function))
+        return inline_schema(function.parameters)
 
     def _parameters(self, function: Function) -> Iterator[str]:
         """One part for each argument, in the order of the schema. Raises InvalidRequest."""
@@ -128,7 +132,7 @@ class _Rules:
         if not self._format.tag_is_optional:
             return ""
         heads = "|".join(
-            re.escape(f"{begin}{before}{function.name}").replace("/", r"\/")
+            _PATTERN_CHARACTERS.sub(r"\\\g<0>", f"{begin}{before}{function.name}")
             for begin in self._format.begin
             for before in self._format.before_name
             for function in self._functions
