@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from services.common.models import resolve_model
-from tests.e2e.test_tools import GET_TIME, QUESTION, ask, calls_of, checked
+from tests.e2e.test_tools import GET_TIME, QUESTION, ask, checked
 from tests.support.mesh import MODEL, running_mesh
 
 # The same model by two names.
@@ -39,13 +39,6 @@ def test_calls_that_have_to_be(client: openai.OpenAI, model: str) -> None:
     chat = [*QUESTION, required.message.to_dict(), result]
     assert ask(client, model=model, messages=chat, tool_choice="none", max_tokens=20).message.content
     assert checked(ask(client, model=model, messages=chat, tool_choice=GET_TIME)) == ["get_time"]
-
-
-def test_several_calls_of_one_list(client: openai.OpenAI) -> None:
-    """The bias against its end has the model call again, for as long as it may."""
-    choice = ask(client, model=OTHER, tool_choice="required", logit_bias={"2": -100}, max_tokens=100)
-    assert len(calls_of(choice)) > 1
-    assert all(len(call.id) == 9 for call in choice.message.tool_calls)
 
 
 @pytest.mark.parametrize("model", [MODEL, OTHER])
