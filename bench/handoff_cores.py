@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.local_mesh import LocalMesh
 
-_ALONE, _GIVES_WAY, _NICENESS = "worker-1", "worker-0/engine", 19
+_ALONE, _GIVES_WAY, _NICENESS = "worker-1", "worker-0/engine", 5
 
 
 @contextmanager
