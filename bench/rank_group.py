@@ -17,6 +17,7 @@ from services.worker.model.layout import ComputeDtype
 from services.worker.model.shard import Parallelism
 from services.worker.parallel.join import join_ranks
 from services.worker.parallel.runner import ParallelRunner
+from services.worker.parallel.step_link import StepLink
 
 TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 30.0
@@ -44,11 +45,12 @@ def open_group(
             links.append(here.detach())
         config = engine_config(path, dtype, num_blocks, context, -1, pool)
         joined = join_ranks(config, rank_place(parallelism, 0, tuple(links), store), 1, lambda _: None)
-        for link in joined.links:
-            stack.callback(link.socket.close)
+        for sock in joined.sockets:
+            stack.callback(sock.close)
         stack.callback(joined.group.close)
         stack.callback(joined.runner.close)
-        yield ParallelRunner(joined.runner, joined.group, joined.links)
+        steps = [StepLink(sock, TIMEOUT_S) for sock in joined.sockets]
+        yield ParallelRunner(joined.runner, joined.group, steps)
 
 
 def _start(config: EngineConfig, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:

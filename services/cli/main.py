@@ -50,7 +50,15 @@ for name, operation in (CONTROL_COMMANDS | MODEL_COMMANDS).items():
     ctl.command(name)(operation)
 app.add_typer(ctl, name="ctl")
 app.add_typer(models, name="models")
-for command in (service.bench, service.gateway, service.router, service.kvstore, service.worker, service.simulate):
+for command in (
+    service.bench,
+    service.gateway,
+    service.router,
+    service.kvstore,
+    service.worker,
+    service.rank_host,
+    service.simulate,
+):
     app.command(context_settings=service.PASS_THROUGH)(command)
 
 

@@ -26,7 +26,7 @@ from pydantic_settings import (
 )
 
 S = TypeVar("S", bound="ServiceSettings")
-TABLES = ("common", "gateway", "router", "kvstore", "worker")
+TABLES = ("common", "gateway", "router", "kvstore", "worker", "rank_host")
 
 
 class ConfigurationError(Exception):
@@ -91,6 +91,15 @@ def load_settings(cls: type[S], argv: Sequence[str]) -> S:
         raise ConfigurationError(f"{cls.service}: {field}{shown}: {first['msg']}") from None
     except SettingsError as error:
         raise ConfigurationError(f"{cls.service}: {str(error).splitlines()[0]}") from None
+
+
+def split_names(value: Any) -> Any:
+    """For a validator that runs before: names of a list written with commas, or given several times."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, (list, tuple)):
+        return tuple(part.strip() for item in value for part in str(item).split(",") if part.strip())
+    return value
 
 
 def exit_on_configuration_error(error: ConfigurationError) -> int:

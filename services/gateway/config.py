@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from services.common.models import DEFAULT_MODEL, resolve_model
-from services.common.settings import ServiceSettings
+from services.common.settings import ServiceSettings, split_names
 from services.gateway.tools.call_format import FORMATS, GENERIC
 
 Names = Annotated[tuple[str, ...], NoDecode]
@@ -125,8 +125,4 @@ class GatewaySettings(ServiceSettings):
     @field_validator("routers", "models", "on_demand_models", "call_formats", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return tuple(part.strip() for part in value.split(",") if part.strip())
-        if isinstance(value, (list, tuple)):
-            return tuple(part.strip() for item in value for part in str(item).split(",") if part.strip())
-        return value
+        return split_names(value)

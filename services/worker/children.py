@@ -15,7 +15,7 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from services.common.settings import ServiceSettings
 from services.worker.errors import ChildDied
@@ -53,7 +53,7 @@ class Part(Protocol):
     def pid(self) -> int | None:
         """Its process; None where it has none of its own."""
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Wait for its end. Raises ChildDied."""
 
     async def end(self) -> None:
@@ -73,7 +73,7 @@ class Child:
         """Its process id."""
         return self.process.pid
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Wait for its end, which is always an error."""
         status = await self.process.wait()
         raise ChildDied(f"the {self.role} ended with status {status}")

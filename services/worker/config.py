@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Set
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode
 
 from services.common.adapter_files import LARGEST_RANK
 from services.common.artifacts.settings import DEFAULT_CACHE_BYTES
 from services.common.models import DEFAULT_MODEL
-from services.common.settings import ConfigurationError, ServiceSettings
+from services.common.settings import ConfigurationError, ServiceSettings, split_names
 from services.worker.model.layout import ComputeDtype, KvDtype, WeightDtype
+from services.worker.rank_calls import reachable_host
 
 # As a model: wait to be told one.
 NO_MODEL = "none"
@@ -24,7 +26,7 @@ _NOT_SIMULATED = frozenset(
         *("device", "weight_dtype", "threads", "exact", "kv_dtype", "kv_cache_fraction", "staging_bytes"),
         "start_niceness",
         *("max_adapters", "max_adapter_rank", "max_adapter_bytes", "max_adapter_waiting", "adapter_wait_s", "pooling"),
-        *("tensor_parallel", "pipeline_parallel", "expert_parallel", "rank_timeout_s"),
+        *("tensor_parallel", "pipeline_parallel", "expert_parallel", "rank_timeout_s", "rank_hosts"),
         *("push", "max_push_blocks", "repush_bytes_per_s", "node_ramp_s", "max_served_blocks"),
     }
 )
@@ -100,6 +102,11 @@ class WorkerSettings(ServiceSettings):
     )
     expert_parallel: int = Field(
         1, ge=1, le=64, description="Parts of the experts, each with tensor_parallel processes; all share the rest."
+    )
+    rank_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Addresses of rank hosts, with commas: after the worker's own host each runs an equal share of the "
+        "processes; one that is named twice runs two.",
     )
     exact: Literal["auto", "on", "off"] = Field(
         "auto", description="Results that do not depend on the batch; auto: on on cpu, off on cuda."
@@ -182,6 +189,11 @@ class WorkerSettings(ServiceSettings):
     )
     child_silence_s: float = Field(5.0, gt=1, description="Silence of a child process that ends the worker.")
 
+    @field_validator("rank_hosts", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return split_names(value)
+
     @property
     def drafted_tokens(self) -> int:
         """Most tokens drafted of a sequence in one step; 0: none are."""
@@ -244,12 +256,14 @@ def _refuse(settings: WorkerSettings, names: Set[str], reason: str) -> None:
 def _check_ranks(settings: WorkerSettings) -> None:
     sizes = {name: getattr(settings, name) for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel")}
     name = next((name for name, size in sizes.items() if size > 1), "")
+    if settings.rank_hosts:
+        _check_rank_hosts(settings)
     if not name:
         return
     asked = f"worker: {name}={sizes[name]}"
     if settings.device != "cpu":
         raise ConfigurationError(f"{asked}: needs device='cpu', on cuda a replica is one process")
-    if settings.staging_bytes:
+    if settings.staging_bytes and not settings.rank_hosts:
         raise ConfigurationError(f"{asked}: the ranks compute in the shared pool itself, which staging_bytes forbids")
     if settings.weight_dtype != "dtype" and settings.tensor_parallel * settings.expert_parallel > 1:
         # Scales would be those of a part of a row: another model under the same digest.
@@ -260,6 +274,19 @@ def _check_ranks(settings: WorkerSettings) -> None:
         raise ConfigurationError(f"{asked}: pooling='{settings.pooling}': needs pipeline_parallel=1")
     if settings.num_ranks > MOST_RANKS:
         raise ConfigurationError(f"{asked}: {settings.num_ranks} processes in all, at most {MOST_RANKS}")
+
+
+def _check_rank_hosts(settings: WorkerSettings) -> None:
+    asked, hosts = f"worker: rank_hosts={','.join(settings.rank_hosts)!r}", 1 + len(settings.rank_hosts)
+    for address in settings.rank_hosts:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigurationError(f"{asked}: {address!r} is no HOST:PORT")
+    if settings.num_ranks % hosts:
+        raise ConfigurationError(
+            f"{asked}: {settings.num_ranks} processes do not divide over {hosts} hosts; pipeline_parallel sets stages"
+        )
+    reachable_host(settings)
 
 
 def _check_weights(settings: WorkerSettings) -> None:

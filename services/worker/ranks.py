@@ -1,8 +1,9 @@
 """The engines of a replica: the one that the front talks to, and the other ranks where a group computes together.
 
-They start at the same time and are ready together; the first that fails says why. All are children of the front and
-end with it. What they talk over is made here and inherited: a socket from the engine to each rank, and an empty file in
-which the ranks find each other.
+They start at the same time and are ready together; the first that fails says why. On this host all are children of the
+front and end with it. What they talk over is made here and inherited: a socket from the engine to each rank, and an
+empty file in which the ranks find each other. Ranks on other hosts are children of rank hosts, which call back
+(rank_calls.py).
 """
 
 from __future__ import annotations
@@ -12,47 +13,81 @@ import os
 import socket
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from kvmesh.v1 import rank_host_pb2
 
-from services.worker.children import Child, start_child
+from services.common.release import RELEASE
+from services.common.security import MeshSecret
+from services.worker.children import Child, Part, start_child
 from services.worker.config import WorkerSettings
-from services.worker.engine.config import EngineConfig, RankConfig
+from services.worker.engine.config import EngineConfig, RankConfig, SpreadConfig
 from services.worker.engine_messages import FromEngineToFront, FromRankToFront
 from services.worker.errors import RankLost, StartFailed
+from services.worker.rank_calls import RankCalls, address_of, listening, reachable_host
+from services.worker.remote_rank import RemoteRank
 
 _MODULE = "services.worker.engine"
 _CAUSE_TIMEOUT_S = 2.0
+_CALL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """ranks: those other than the engine, rank 0, in their order. leaving: set when a rank host is about to stop."""
+
+    engine: Part
+    ranks: tuple[Part, ...] = ()
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaName:
+    """What rank hosts are told of a replica."""
+
+    worker_id: str
+    epoch: int
+    model: str
+    secret: MeshSecret
 
 
 async def start_engines(
-    settings: WorkerSettings, config: EngineConfig, fds: tuple[int, ...], stack: AsyncExitStack
-) -> tuple[Child, tuple[Child, ...]]:
-    """The engine (rank 0) and the other ranks in their order, which `stack` ends.
+    settings: WorkerSettings, config: EngineConfig, fds: tuple[int, ...], name: ReplicaName, stack: AsyncExitStack
+) -> Engines:
+    """All ranks, which `stack` ends.
 
-    config: of an engine that is alone, but for its front_fd. fds: further descriptors that it inherits.
+    config: of an engine that is alone, but for its front_fd. fds: further descriptors that it inherits. Raises
+    StartFailed.
     """
-    children: list[Child] = []
-    stack.push_async_callback(_end_all, children)
+    parts: list[Part] = []
+    stack.push_async_callback(_end_all, parts)
     if settings.num_ranks == 1:
-        children.append(await _start("engine", config, fds, FromEngineToFront))
-        return children[0], ()
-    with _Links(settings.num_ranks - 1) as links:
-        config = msgspec.structs.replace(config, threads=rank_threads(settings))
-        of_engine = msgspec.structs.replace(config, ranks=_place(settings, 0, links.engine_ends, links))
-        inherited = (*fds, *links.engine_ends, links.store_fd)
-        children.append(await _start("engine", of_engine, inherited, FromEngineToFront))
-        for rank, end in enumerate(links.rank_ends, 1):
-            of_rank = msgspec.structs.replace(config, mover_fd=-1, ranks=_place(settings, rank, (end,), links))
-            inherited = (config.pool_fd, end, links.store_fd)
-            children.append(await _start(f"rank{rank}", of_rank, inherited, FromRankToFront))
-    return children[0], tuple(children[1:])
+        parts.append(await _start("engine", config, fds, FromEngineToFront))
+        return Engines(parts[0])
+    config = msgspec.structs.replace(config, threads=rank_threads(settings))
+    group = _Group(settings, config, name, asyncio.Event())
+    async with AsyncExitStack() as links:
+        if settings.rank_hosts:
+            await group.meet_others(links, parts)
+        group.make_links(links)
+        local = [await group.start_engine(fds)]
+        parts += local
+        for rank in range(1, local_ranks(settings)):
+            local.append(await group.start_rank(rank))
+            parts.append(local[-1])
+    return Engines(local[0], (*local[1:], *group.others), group.leaving)
+
+
+def local_ranks(settings: WorkerSettings) -> int:
+    """Ranks on this host; the same number is on each rank host."""
+    return settings.num_ranks // (1 + len(settings.rank_hosts))
 
 
 def rank_threads(settings: WorkerSettings) -> int:
-    """Compute threads of each process."""
-    return max(1, (settings.threads or os.cpu_count() or 1) // settings.num_ranks)
+    """Compute threads of each process on this host."""
+    return max(1, (settings.threads or os.cpu_count() or 1) // local_ranks(settings))
 
 
 async def together(*waits: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -96,43 +131,103 @@ async def _start(role: str, config: EngineConfig, fds: tuple[int, ...], receives
     )
 
 
-def _place(settings: WorkerSettings, rank: int, link_fds: tuple[int, ...], links: _Links) -> RankConfig:
-    return RankConfig(
-        tensor=settings.tensor_parallel,
-        pipeline=settings.pipeline_parallel,
-        expert=settings.expert_parallel,
-        rank=rank,
-        link_fds=link_fds,
-        store_fd=links.store_fd,
-        load_timeout_s=settings.start_timeout_s,
-        step_timeout_s=settings.rank_timeout_s,
-    )
+async def _end_all(parts: list[Part]) -> None:
+    await asyncio.gather(*(part.end() for part in parts))
 
 
-async def _end_all(children: list[Child]) -> None:
-    await asyncio.gather(*(child.end() for child in children))
+class _Group:
+    """Makes what a group inherits, and starts its ranks. This process's copies close when all have theirs: a peer's end
+    then shows.
+    """
 
+    def __init__(
+        self, settings: WorkerSettings, config: EngineConfig, name: ReplicaName, leaving: asyncio.Event
+    ) -> None:
+        self.leaving = leaving
+        self.others: list[RemoteRank] = []
+        self._settings = settings
+        self._config = config
+        self._name = name
+        self._spread: SpreadConfig | None = None
+        self._store_fd = -1
+        # By rank: rank 0's end, and on this host the rank's.
+        self._engine_ends: dict[int, socket.socket] = {}
+        self._rank_ends: dict[int, socket.socket] = {}
 
-class _Links:
-    """What a group inherits. This process's copies are closed when all have theirs: a peer's end then shows."""
+    async def meet_others(self, links: AsyncExitStack, parts: list[Part]) -> None:
+        """Start the ranks on other hosts, and have their links. parts: they are added to. Raises StartFailed."""
+        settings = self._settings
+        host = reachable_host(settings)
+        store = links.enter_context(listening(host))
+        self._store_fd = store.fileno()
+        self._spread = SpreadConfig(store_address=address_of(store, host), own_host=host.strip("[]"))
+        calls = await links.enter_async_context(RankCalls(host))
+        share = local_ranks(settings)
+        for rank in range(share, settings.num_ranks):
+            address = settings.rank_hosts[rank // share - 1]
+            self.others.append(RemoteRank(f"rank{rank}", address, self._name.secret, self.leaving))
+        parts += self.others
+        started = [self._start_other(rank, other, calls) for rank, other in enumerate(self.others, share)]
+        for rank, link in enumerate(await together(*started), share):
+            self._engine_ends[rank] = link
 
-    def __init__(self, count: int) -> None:
-        self._pairs = [socket.socketpair() for _ in range(count)]
-        self.store_fd = os.memfd_create("kvmesh-ranks", os.MFD_CLOEXEC)
+    def make_links(self, links: AsyncExitStack) -> None:
+        """What is inherited on this host."""
+        for rank in range(1, local_ranks(self._settings)):
+            pair = socket.socketpair()
+            self._engine_ends[rank], self._rank_ends[rank] = map(links.enter_context, pair)
+        if self._spread is None:
+            self._store_fd = os.memfd_create("kvmesh-ranks", os.MFD_CLOEXEC)
+            links.callback(os.close, self._store_fd)
 
-    @property
-    def engine_ends(self) -> tuple[int, ...]:
-        return tuple(engine.fileno() for engine, _ in self._pairs)
+    async def start_engine(self, fds: tuple[int, ...]) -> Child:
+        """Rank 0."""
+        ends = tuple(end.fileno() for _, end in sorted(self._engine_ends.items()))
+        config = msgspec.structs.replace(self._config, ranks=self._place(0, ends, self._store_fd))
+        return await _start("engine", config, (*fds, *ends, self._store_fd), FromEngineToFront)
 
-    @property
-    def rank_ends(self) -> tuple[int, ...]:
-        return tuple(rank.fileno() for _, rank in self._pairs)
+    async def start_rank(self, rank: int) -> Child:
+        """Another one on this host."""
+        end = self._rank_ends[rank].fileno()
+        if self._spread is None:
+            inherited = (self._config.pool_fd, end, self._store_fd)
+            return await _start(f"rank{rank}", self._of_rank(rank, end), inherited, FromRankToFront)
+        return await _start(f"rank{rank}", self._of_rank(rank, end), (end,), FromRankToFront)
 
-    def __enter__(self) -> _Links:
-        return self
+    async def _start_other(self, rank: int, other: RemoteRank, calls: RankCalls) -> socket.socket:
+        settings, share = self._settings, local_ranks(self._settings)
+        address = settings.rank_hosts[rank // share - 1]
+        start = rank_host_pb2.StartRank(
+            release=RELEASE,
+            worker_id=self._name.worker_id,
+            epoch=self._name.epoch,
+            rank=rank,
+            model=self._name.model,
+            engine_config=msgspec.json.encode(self._of_rank(rank, -1)),
+            steps_address=calls.address,
+            token=calls.token,
+            silence_s=settings.child_silence_s,
+            host_ranks=share * settings.rank_hosts.count(address),
+        )
+        await other.start(start)
+        return await calls.link(rank, _CALL_TIMEOUT_S)
 
-    def __exit__(self, *_: object) -> None:
-        for pair in self._pairs:
-            for end in pair:
-                end.close()
-        os.close(self.store_fd)
+    def _of_rank(self, rank: int, end: int) -> EngineConfig:
+        is_spread = self._spread is not None
+        pool_fd, store_fd = (-1, -1) if is_spread else (self._config.pool_fd, self._store_fd)
+        place = self._place(rank, (end,), store_fd)
+        return msgspec.structs.replace(self._config, mover_fd=-1, pool_fd=pool_fd, ranks=place)
+
+    def _place(self, rank: int, link_fds: tuple[int, ...], store_fd: int) -> RankConfig:
+        settings = self._settings
+        return RankConfig(
+            tensor=settings.tensor_parallel,
+            pipeline=settings.pipeline_parallel,
+            expert=settings.expert_parallel,
+            rank=rank,
+            link_fds=link_fds,
+            store_fd=store_fd,
+            load_timeout_s=settings.start_timeout_s,
+            step_timeout_s=settings.rank_timeout_s,
+            spread=self._spread,
+        )

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -25,9 +25,9 @@ from services.worker.children import Child, Part, SharedParts, secret_environmen
 from services.worker.config import WorkerSettings
 from services.worker.engine.config import EngineConfig
 from services.worker.engine_messages import Configure, EngineFailed, EngineReady, LoadProgress, RankReady
-from services.worker.errors import StartFailed
+from services.worker.errors import ChildDied, StartFailed
 from services.worker.mover_messages import FromMoverToFront, MoverReady
-from services.worker.ranks import start_engines, together
+from services.worker.ranks import ReplicaName, start_engines, together
 
 _MOVER_TIMEOUT_S = 30.0
 _ROLES = {
@@ -51,6 +51,8 @@ class Replica:
     mover_ready: MoverReady
     # The other processes that compute, where the engine is one of several.
     ranks: tuple[Part, ...] = ()
+    # Set when a part of it is about to be stopped where it runs.
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def child_pids(self) -> dict[str, int]:
@@ -76,15 +78,18 @@ async def start_replica(
     stack.callback(parts.close)
     mover_fd = parts.engine_end.fileno()
     config = engine_config(settings, source, worker_id, front_fd=-1, mover_fd=mover_fd, pool_fd=parts.pool_fd)
-    engine, ranks = await start_engines(settings, config, (mover_fd, parts.pool_fd), stack)
-    engine.link.send(Configure(secret.block_key))
+    name = ReplicaName(worker_id, epoch, source.name, secret)
+    engines = await start_engines(settings, config, (mover_fd, parts.pool_fd), name, stack)
+    engines.engine.link.send(Configure(secret.block_key))
     ready, *_ = await together(
-        _first_message(engine, EngineReady, settings.start_timeout_s, progress),
-        *(_first_message(rank, RankReady, settings.start_timeout_s) for rank in ranks),
+        _first_message(engines.engine, EngineReady, settings.start_timeout_s, progress),
+        *(_first_message(rank, RankReady, settings.start_timeout_s) for rank in engines.ranks),
     )
     engine_ready = _of_revision(ready, settings.revision)
     mover, mover_ready = await _running_mover(settings, parts, engine_ready, worker_id, epoch, stack)
-    return Replica(worker_id, epoch, source, engine, engine_ready, mover, mover_ready, ranks)
+    return Replica(
+        worker_id, epoch, source, engines.engine, engine_ready, mover, mover_ready, engines.ranks, engines.leaving
+    )
 
 
 async def _start_simulated(
@@ -269,7 +274,7 @@ async def _start_mover(
 
 
 async def _first_message(
-    child: Child, kind: type[T], timeout_s: float, progress: Callable[[LoadProgress], None] | None = None
+    child: Part, kind: type[T], timeout_s: float, progress: Callable[[LoadProgress], None] | None = None
 ) -> T:
     """The message by which a child says that it is ready; what else it says before is not for us."""
     try:
@@ -286,4 +291,7 @@ async def _first_message(
         raise StartFailed(f"the {child.role} was not ready within {timeout_s:.0f} s") from None
     except ConnectionError:
         await child.end()
-        raise StartFailed(f"the {child.role} ended with status {child.process.returncode} while it started") from None
+        try:
+            await child.watch()
+        except ChildDied as died:
+            raise StartFailed(f"{died} while it started") from None

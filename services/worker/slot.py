@@ -135,15 +135,22 @@ class ModelSlot:
             self._serving = Serving(self._around, replica)
             self.phase = Phase.READY
             self.log.clear()
-            ending = asyncio.create_task(self._note_draining())
+            watching = [asyncio.create_task(one) for one in (self._note_draining(), self._leave_with(replica))]
             try:
                 await self._serving.run_until(self._end)
             finally:
-                ending.cancel()
+                for task in watching:
+                    task.cancel()
 
     async def _note_draining(self) -> None:
         await self._end.wait()
         self.phase = Phase.DRAINING
+
+    async def _leave_with(self, replica: Replica) -> None:
+        """A rank host that is about to stop takes the replica along: it drains, and the worker ends."""
+        await replica.leaving.wait()
+        _log.info("a rank host is about to stop: draining", model=self.model)
+        self.close()
 
     async def _start(self, source: ModelSource, stack: AsyncExitStack) -> Replica:
         """Copy and load; a cached copy that turns out damaged is made anew, once. Raises StartFailed, ArtifactError."""

@@ -32,6 +32,11 @@ def worker(context: typer.Context) -> None:
     _become("services.worker", context.args)
 
 
+def rank_host(context: typer.Context) -> None:
+    """Offer this host to workers on others (`--rank-hosts`); `--help` lists its flags."""
+    _become("services.worker.rank_host", context.args)
+
+
 def bench(context: typer.Context) -> None:
     """Measure a running mesh: TTFT, TPOT and tokens/s; `--help` lists the flags."""
     arguments = context.args

@@ -1,7 +1,7 @@
 """From the engine's configuration to a model that runs: its runner, its block pool, and how blocks leave and enter it.
 
 The descriptor that the front made is the memory that engine and mover share: the pool itself on CPU, a staging area
-where the pool is not shared (on CUDA, or on CPU where staging_bytes asks for it).
+where the pool is not shared (on CUDA, on CPU where staging_bytes asks for it, where ranks are on other hosts).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from services.common.settings import ConfigurationError
 from services.worker.block_transfers import BlockTransfers, SharedTransfers
-from services.worker.engine.config import EngineConfig
+from services.worker.engine.config import EngineConfig, RankConfig
 from services.worker.engine.gpu import cuda_device
 from services.worker.engine.load_progress import ProgressTeller
 from services.worker.engine.memory import cpu_pool, served_context, share_memory
@@ -30,11 +30,15 @@ from services.worker.model.load import load_runner
 from services.worker.model.model_files import open_model
 from services.worker.model.runner import RunnerSpec
 from services.worker.model.step import Runner
+from services.worker.parallel.block_parts import PartCopier
 from services.worker.parallel.join import join_ranks
 from services.worker.parallel.runner import ParallelRunner
+from services.worker.parallel.step_link import StepLink
 from services.worker.staging import StagedTransfers
 
 DEFAULT_STAGING_BYTES = 2**30
+# Less, since a step waits until the parts of blocks that are under way between hosts have come.
+DEFAULT_SPREAD_STAGING_BYTES = 2**27
 
 
 class ModelRunner(Runner, Protocol):
@@ -62,9 +66,7 @@ def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgres
     Raises ModelError, DeviceUnavailable, ConfigurationError, ValueError, OSError, or RankLost.
     """
     if config.ranks is not None:
-        joined = join_ranks(config, config.ranks, threads, tell)
-        runner = ParallelRunner(joined.runner, joined.group, joined.links)
-        return OpenReplica(runner, SharedTransfers(), runner.spec.num_blocks)
+        return _open_group(config, config.ranks, threads, tell)
     if config.device == "cuda":
         device = cuda_device()
         # Needs Triton, which machines without a GPU need not have.
@@ -72,6 +74,20 @@ def open_replica(config: EngineConfig, threads: int, tell: Callable[[LoadProgres
 
         return open_device(config, device, tell)
     return _open_cpu(config, threads, tell)
+
+
+def _open_group(
+    config: EngineConfig, place: RankConfig, threads: int, tell: Callable[[LoadProgress], None]
+) -> OpenReplica:
+    joined = join_ranks(config, place, threads, tell)
+    links = [StepLink(sock, place.step_timeout_s) for sock in joined.sockets]
+    runner = ParallelRunner(joined.runner, joined.group, links)
+    if place.spread is None:
+        return OpenReplica(runner, SharedTransfers(), runner.spec.num_blocks)
+    layout = runner.spec.layout
+    staging = map_staging(config.pool_fd, layout, config.staging_bytes or DEFAULT_SPREAD_STAGING_BYTES)
+    copier = PartCopier(joined.runner.decoder.pool, joined.group.shard, links, staging, layout)
+    return OpenReplica(runner, StagedTransfers(copier, len(staging)), len(staging))
 
 
 def _open_cpu(config: EngineConfig, threads: int, tell: Callable[[LoadProgress], None]) -> OpenReplica:

@@ -15,6 +15,7 @@ from services.worker.ipc import Link
 from services.worker.messages import Message
 from services.worker.parallel.join import join_ranks
 from services.worker.parallel.rank import RankLoop
+from services.worker.parallel.step_link import RankLink
 
 _log = structlog.get_logger()
 
@@ -31,9 +32,9 @@ def run_rank(config: EngineConfig, place: RankConfig, front: Link[Message]) -> i
     gc.collect()
     gc.freeze()
     front.send(RankReady())
-    (link,) = joined.links
+    (sock,) = joined.sockets
     try:
-        RankLoop(joined.runner, joined.group, link, front).run()
+        RankLoop(joined.runner, joined.group, RankLink(sock, place.step_timeout_s), front).run()
     except (ConnectionError, RankLost) as error:
         _log.info("a peer has gone", rank=place.rank, reason=str(error))
     return 1

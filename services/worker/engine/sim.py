@@ -15,7 +15,7 @@ import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 
@@ -71,7 +71,7 @@ class SimEngine:
         """Run until the link closes. front: the engine's end of it; mover: what is to be closed then, too."""
         threading.Thread(target=self._run, args=(engine, front, mover), name="sim-engine", daemon=True).start()
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """Wait for its end. Raises ChildDied."""
         await self._ended.wait()
         raise ChildDied("the simulated engine has ended")
@@ -123,9 +123,10 @@ class NoMover:
         """The same."""
         return [await self.receive()]
 
-    async def watch(self) -> None:
+    async def watch(self) -> NoReturn:
         """It never ends by itself."""
         await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
 
     async def end(self) -> None:
         """Nothing is to be ended."""

@@ -7,6 +7,7 @@ A path is a Hugging Face folder (config.json and safetensors) or a GGUF file. Wh
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -37,6 +38,13 @@ def kv_layout(config: ModelConfig, dtype: KvDtype) -> KvLayout:
     return KvLayout(config.num_kv_heads, config.num_layers, config.head_dim, dtype)
 
 
+def pool_layout(layout: KvLayout, ranks: Ranks) -> KvLayout:
+    """Of the pool that a rank computes in: of whole blocks, or of its part of them in a spread group."""
+    if not ranks.is_spread:
+        return layout
+    return replace(layout, num_kv_heads=len(ranks.shard.kv_heads), num_layers=len(ranks.shard.layers))
+
+
 def load_runner(
     path: Path,
     *,
@@ -60,15 +68,17 @@ def load_runner(
     the runner. num_threads: None follows torch. served_context: tokens, at most the model's own maximum, which is the
     default. compiled: use the compiled kernels where they can be had. max_step_tokens (of the largest step),
     staging_bytes, adapter_bytes: for the memory map. adapter_slots: adapters that can be resident. progress: told the
-    bytes read, from any thread. ranks: the group of which this process has a part; all its ranks call alike, over one
-    pool, without adapters. Raises UnsupportedModel, InvalidWeights, or ValueError for the pool.
+    bytes read, from any thread. ranks: the group of which this process has a part; all its ranks call alike, without
+    adapters, over one pool or, in a spread group, each over one that has its heads and layers alone. Raises
+    UnsupportedModel, InvalidWeights, or ValueError for the pool.
     """
     model = open_model(path)
     config = model.config
     context = config.max_positions if served_context is None else served_context
     if not 0 < context <= config.max_positions:
         raise UnsupportedModel(f"served context {context}: the model has 1 to {config.max_positions} positions")
-    pool = KvPool.from_buffer(pool_buffer, kv_layout(config, dtype))
+    layout = kv_layout(config, dtype)
+    pool = KvPool.from_buffer(pool_buffer, layout if ranks is None else pool_layout(layout, ranks))
     if ranks is None:
         source, weights_digest = model.read(progress=progress)
         weights = load_weights(source, config, TORCH_DTYPES[dtype])
@@ -81,7 +91,7 @@ def load_runner(
     held_bytes = decoder.weight_bytes if isinstance(decoder, NativeDecoder) else weight_bytes(weights)
     spec = RunnerSpec(
         config=config,
-        layout=pool.layout,
+        layout=layout,
         digest=model_digest(
             config, weights=weights_digest, dtype=dtype, served_context=context, weight_dtype=weight_dtype
         ),
@@ -138,7 +148,8 @@ def _decoder(
     ranks: Ranks | None,
 ) -> Decoder:
     if ranks is not None:
-        config, pool = ranks.shard.config, pool.part(ranks.shard.kv_heads, ranks.shard.layers)
+        config = ranks.shard.config
+        pool = pool if ranks.is_spread else pool.part(ranks.shard.kv_heads, ranks.shard.layers)
     if weight_dtype != "dtype":
         return _integer_decoder(config, weights, pool, context, weight_dtype, adapter_slots, ranks)
     if compiled:

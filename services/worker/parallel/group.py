@@ -1,4 +1,4 @@
-"""The ranks of a replica as torch.distributed sees them: gloo over the loopback interface.
+"""The ranks of a replica as torch.distributed sees them: gloo between those that have met (meeting.py).
 
 Sums are gathered from all ranks of a stage and added in the order of the ranks, so that every rank has the same bits
 and a row's do not depend on what stands beside it; gloo's own sum adds in an order that depends on the place.
@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from services.worker.errors import RankLost
 from services.worker.model.shard import Shard
+from services.worker.parallel.meeting import Meeting
 
-# Others can reach that of the host's name, or one that the environment names, which gloo would take.
-_INTERFACE = "lo"
 _TAG = 0
 # Its stubs lack most of what it has.
 _distributed: Any = dist
@@ -27,12 +26,20 @@ _distributed: Any = dist
 class Group:
     """Ranks (model/rank_loading.py): what one rank has of the group."""
 
-    def __init__(self, shard: Shard, store_fd: int, *, load_timeout_s: float, step_timeout_s: float) -> None:
-        """Wait for all ranks. store_fd: an empty file that all of them have, open until `close` or the process's end.
-        load_timeout_s: of this, and of what is gathered from all. step_timeout_s: of every wait for another rank in the
-        midst of a step. Raises RankLost.
+    def __init__(
+        self,
+        shard: Shard,
+        meeting: Meeting,
+        *,
+        load_timeout_s: float,
+        step_timeout_s: float,
+        is_spread: bool = False,
+    ) -> None:
+        """Wait for all ranks. load_timeout_s: of this, and of what is gathered from all. step_timeout_s: of every wait
+        for another rank in the midst of a step. is_spread: see Ranks. Raises RankLost.
         """
         self.shard = shard
+        self.is_spread = is_spread
         self._gathered = torch.empty(0)
         self._step_timeout = timedelta(seconds=step_timeout_s)
         # The wait's own limit would leave gloo at it, and `close` waiting for that.
@@ -40,10 +47,8 @@ class Group:
         self._in_step.timeout = self._step_timeout
         size, timeout = shard.parallelism.stage_size, timedelta(seconds=load_timeout_s)
         with _peers_answer():
-            # Opened anew by every rank: locks on a descriptor that was inherited would be everybody's.
-            store = _distributed.FileStore(f"/proc/self/fd/{store_fd}", shard.parallelism.num_ranks)
-            self._all = _gloo("all", store, shard.rank, shard.parallelism.num_ranks, timeout)
-            self._stage = _gloo(f"stage {shard.stage}", store, shard.place, size, timeout)
+            self._all = _gloo("all", meeting, shard.rank, shard.parallelism.num_ranks, timeout)
+            self._stage = _gloo(f"stage {shard.stage}", meeting, shard.place, size, timeout)
 
     @property
     def sums(self) -> bool:
@@ -129,12 +134,12 @@ class Group:
             self._all.recv([values], rank, _TAG).wait(self._step_timeout)
 
 
-def _gloo(name: str, store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:
+def _gloo(name: str, meeting: Meeting, rank: int, num_ranks: int, timeout: timedelta) -> Any:
     # Not init_process_group, whose groups are the process's: what is made here ends with its owner.
     gloo = _distributed.ProcessGroupGloo
     options = gloo._Options()
-    options._devices, options._timeout = [gloo.create_device(interface=_INTERFACE)], timeout
-    return gloo(_distributed.PrefixStore(name, store), rank, num_ranks, options)
+    options._devices, options._timeout = [meeting.device], timeout
+    return gloo(_distributed.PrefixStore(name, meeting.store), rank, num_ranks, options)
 
 
 @contextmanager

@@ -31,7 +31,9 @@ class ParallelRunner:
         return self._own.spec
 
     def submit(self, step: StepInput) -> None:
-        """Start a step on all ranks. Raises ValueError, nothing being started; RankLost."""
+        """Start a step on all ranks, blocks being in place. Raises ValueError, nothing being started; RankLost."""
+        for link in self._links:
+            link.settle()
         self._own.submit(step)
         for link in self._links:
             link.send(step)

@@ -87,6 +87,8 @@ def test_what_does_not_divide_is_refused(
 class Alone:
     """Ranks as seen by one, whose peers have read what `others` says, digests of all chunks behind each other."""
 
+    is_spread = False
+
     def __init__(self, shard: Shard, others: Sequence[bytes]) -> None:
         self.shard = shard
         self._others = others

@@ -12,11 +12,13 @@ import torch
 
 from bench.family_gguf import write_gguf
 from bench.family_models import VOCAB_SIZE, make_model, save_model
+from bench.rank_group import rank_place
 from services.worker.errors import RankLost
 from services.worker.model.layout import ComputeDtype
 from services.worker.model.model_files import open_model
 from services.worker.model.shard import Parallelism, Shard
 from services.worker.parallel.group import Group
+from services.worker.parallel.meeting import meeting
 from tests.worker.model.conftest import loaded
 from tests.worker.model.steps import Chunk, make_step, run
 from tests.worker.parallel.thread_group import CONTEXT, NUM_BLOCKS, thread_group
@@ -113,8 +115,13 @@ def test_a_rank_that_takes_no_part_in_a_step_is_lost_long_before_a_load_would_be
     config = open_model(save_model(make_model("llama3"), tmp_path)).config
     shards = [Shard(config, Parallelism(2), rank) for rank in range(2)]
     store = os.memfd_create("store")
+
+    def join(shard: Shard) -> Group:
+        met = meeting(rank_place(shard.parallelism, shard.rank, (), store), 2)
+        return Group(shard, met, load_timeout_s=120.0, step_timeout_s=0.2)
+
     with ThreadPoolExecutor(2) as threads:
-        groups = list(threads.map(lambda shard: Group(shard, store, load_timeout_s=120.0, step_timeout_s=0.2), shards))
+        groups = list(threads.map(join, shards))
         met = [threads.submit(group.meet) for group in groups]
         for one in met:
             one.result(60)

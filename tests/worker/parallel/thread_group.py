@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from bench.rank_group import engine_config, rank_place
+from bench.rank_group import TIMEOUT_S, engine_config, rank_place
 from services.worker.engine.config import EngineConfig
 from services.worker.engine_messages import FromFrontToEngine
 from services.worker.errors import RankLost
@@ -25,6 +25,7 @@ from services.worker.model.shard import Parallelism
 from services.worker.parallel.join import Joined, join_ranks
 from services.worker.parallel.rank import RankLoop
 from services.worker.parallel.runner import ParallelRunner
+from services.worker.parallel.step_link import RankLink, StepLink
 
 NUM_BLOCKS, CONTEXT = 48, 256
 _JOIN_TIMEOUT_S = 60.0
@@ -52,16 +53,15 @@ def thread_group(path: Path, parallelism: Parallelism, dtype: ComputeDtype = "fl
             front, front_there = socket.socketpair()
             stack.callback(front.close)
             place = rank_place(parallelism, rank, (there.detach(),), store)
-            thread = threading.Thread(
-                target=_run_rank, args=(msgspec.structs.replace(config, ranks=place), front_there)
-            )
+            thread = threading.Thread(target=run_rank, args=(msgspec.structs.replace(config, ranks=place), front_there))
             thread.start()
             stack.callback(thread.join, _JOIN_TIMEOUT_S)
             ends.append(here.detach())
         joined = join_ranks(config, rank_place(parallelism, 0, tuple(ends), store), 1, lambda _: None)
-        stack.callback(_leave, joined)
+        stack.callback(leave, joined)
         whole = KvPool(joined.runner.decoder.pool, joined.runner.spec.layout).blocks
-        yield ThreadGroup(ParallelRunner(joined.runner, joined.group, joined.links), _whole(whole))
+        links = [StepLink(sock, TIMEOUT_S) for sock in joined.sockets]
+        yield ThreadGroup(ParallelRunner(joined.runner, joined.group, links), _whole(whole))
 
 
 def _whole(part: torch.Tensor) -> torch.Tensor:
@@ -73,21 +73,23 @@ def _whole(part: torch.Tensor) -> torch.Tensor:
     return part.as_strided(shape, part.stride(), 0)
 
 
-def _run_rank(config: EngineConfig, front: socket.socket) -> None:
+def run_rank(config: EngineConfig, front: socket.socket) -> None:
+    """A rank other than 0, until its links close."""
     assert config.ranks is not None
     link: Link[Message] = Link(front, FromFrontToEngine)
     joined = join_ranks(config, config.ranks, 1, lambda _: None)
     try:
-        RankLoop(joined.runner, joined.group, joined.links[0], link).run()
+        RankLoop(joined.runner, joined.group, RankLink(joined.sockets[0], TIMEOUT_S), link).run()
     except (RankLost, ConnectionError):
         pass
     finally:
-        _leave(joined)
+        leave(joined)
         front.close()
 
 
-def _leave(joined: Joined) -> None:
-    for link in joined.links:
-        link.socket.close()
+def leave(joined: Joined) -> None:
+    """What a rank that is a process ends with."""
+    for sock in joined.sockets:
+        sock.close()
     joined.runner.close()
     joined.group.close()
