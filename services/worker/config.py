@@ -122,7 +122,7 @@ class WorkerSettings(ServiceSettings):
         0,
         ge=0,
         description="Shared memory in which blocks stop over on their way from and to other processes; 0: none on cpu, "
-        "where the pool itself is shared, 1 GiB on cuda.",
+        "where the pool itself is shared, 128 MiB with rank_hosts, 1 GiB on cuda.",
     )
     num_blocks: int = Field(0, ge=0, description="Blocks of the pool, going before kv_cache_bytes; 0: by size.")
     max_context: int = Field(0, ge=0, description="Most tokens of a sequence; 0: what the model allows.")

@@ -1,9 +1,8 @@
-"""The network between a worker and the host of its second stage is cut: both sides end what they have of the replica."""
+"""The network between a worker and the host of its second stage is cut: both end what they have of the replica."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 from bench.tiny_model import write_tiny_model
@@ -29,10 +28,8 @@ async def test_a_cut_network_ends_the_replica_on_both_sides(tmp_path: Path, valk
             await eventually(lambda: worker.metrics().get("kvmesh_worker_running_requests", 0) > 0)
             link.drop()
             try:
-                cut_s = time.monotonic()
                 await asyncio.wait([running], timeout=PATIENCE_S)
                 assert "UNAVAILABLE" in str(running.exception())
-                assert time.monotonic() - cut_s > _SILENCE_S / 2, "not by what a cut network cannot have said"
                 assert await asyncio.to_thread(worker.process.wait, PATIENCE_S) == 1
                 await eventually(lambda: host.ends() == {"silence": 1})
             finally:
