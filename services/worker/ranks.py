@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,9 +68,11 @@ async def start_engines(
         return Engines(parts[0])
     config = msgspec.structs.replace(config, threads=rank_threads(settings))
     group = _Group(settings, config, name, asyncio.Event())
+    # Before those here, with which they would go as if they had died.
+    stack.push_async_callback(_end_all, group.others)
     async with AsyncExitStack() as links:
         if settings.rank_hosts:
-            await group.meet_others(links, parts)
+            await group.meet_others(links)
         group.make_links(links)
         local = [await group.start_engine(fds)]
         parts += local
@@ -131,7 +133,7 @@ async def _start(role: str, config: EngineConfig, fds: tuple[int, ...], receives
     )
 
 
-async def _end_all(parts: list[Part]) -> None:
+async def _end_all(parts: Sequence[Part]) -> None:
     await asyncio.gather(*(part.end() for part in parts))
 
 
@@ -154,8 +156,8 @@ class _Group:
         self._engine_ends: dict[int, socket.socket] = {}
         self._rank_ends: dict[int, socket.socket] = {}
 
-    async def meet_others(self, links: AsyncExitStack, parts: list[Part]) -> None:
-        """Start the ranks on other hosts, and have their links. parts: they are added to. Raises StartFailed."""
+    async def meet_others(self, links: AsyncExitStack) -> None:
+        """Start the ranks on other hosts, and have their links. Raises StartFailed."""
         settings = self._settings
         host = reachable_host(settings)
         store = links.enter_context(listening(host))
@@ -166,7 +168,6 @@ class _Group:
         for rank in range(share, settings.num_ranks):
             address = settings.rank_hosts[rank // share - 1]
             self.others.append(RemoteRank(f"rank{rank}", address, self._name.secret, self.leaving))
-        parts += self.others
         started = [self._start_other(rank, other, calls) for rank, other in enumerate(self.others, share)]
         for rank, link in enumerate(await together(*started), share):
             self._engine_ends[rank] = link

@@ -82,7 +82,7 @@ class RemoteRank:
         self._leaving = leaving
         self._channel = open_channel(address)
         stub = rank_host_pb2_grpc.RankHostStub(self._channel)
-        self._call: _Call = stub.Run(metadata=call_metadata(secret), wait_for_ready=True)  # type: ignore[call-arg, assignment]
+        self._call: _Call = stub.Run(metadata=call_metadata(secret), wait_for_ready=True)  # type: ignore[call-arg]
         self._tasks: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -134,7 +134,7 @@ class RemoteRank:
 
     async def _read(self) -> None:
         try:
-            async for event in self._call:
+            while isinstance(event := await self._call.read(), rank_host_pb2.RankEvent):
                 self._take(event)
             self._over(f"the {self.role} on {self._host} ended")
         except grpc.aio.AioRpcError as error:

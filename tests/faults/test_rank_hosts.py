@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from bench.tiny_model import write_tiny_model
+from tests.support.mesh import total
 from tests.support.netns import Island
 from tests.support.valkey import Valkey
 from tests.support.waiting import PATIENCE_S, eventually
@@ -24,8 +25,8 @@ async def test_a_cut_network_ends_the_replica_on_both_sides(tmp_path: Path, valk
         flags += ("--listen", f"{link.outside}:0", "--child-silence-s", str(_SILENCE_S))
         async with running_worker(tmp_path / "w", valkey.url, *flags, threads=1) as worker:
             before = await worker.generate(prompt(40), 8)
-            running = asyncio.create_task(worker.generate(prompt(40, 1), 2000))
-            await eventually(lambda: worker.metrics().get("kvmesh_worker_running_requests", 0) > 0)
+            running = asyncio.create_task(worker.generate(prompt(40, 1), 3000))
+            await eventually(lambda: total(worker.metrics(), "kvmesh_worker_running_requests") > 0)
             link.drop()
             try:
                 await asyncio.wait([running], timeout=PATIENCE_S)

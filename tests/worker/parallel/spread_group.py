@@ -23,7 +23,7 @@ from services.worker.parallel.block_parts import PartCopier
 from services.worker.parallel.join import join_ranks
 from services.worker.parallel.runner import ParallelRunner
 from services.worker.parallel.step_link import StepLink
-from tests.worker.parallel.thread_group import CONTEXT, NUM_BLOCKS, leave, run_rank
+from tests.worker.parallel.thread_group import CONTEXT, NUM_BLOCKS, close_all, leave, run_rank
 
 STAGING_SLOTS = 16
 _JOIN_TIMEOUT_S = 60.0
@@ -75,7 +75,11 @@ def spread_group(
             rank_place(parallelism, 0, tuple(ends), store.detach()),
             spread=SpreadConfig(store_address=address, own_host="127.0.0.1"),
         )
-        joined = join_ranks(config, place, 1, lambda _: None)
+        try:
+            joined = join_ranks(config, place, 1, lambda _: None)
+        except BaseException:
+            close_all(ends)
+            raise
         stack.callback(leave, joined)
         links = [StepLink(sock, TIMEOUT_S) for sock in joined.sockets]
         layout = joined.runner.spec.layout

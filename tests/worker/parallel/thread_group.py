@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from services.worker.engine_messages import FromFrontToEngine
 from services.worker.errors import RankLost
 from services.worker.ipc import Link
 from services.worker.messages import Message
+from services.worker.model.errors import ModelError
 from services.worker.model.kv_pool import KvPool
 from services.worker.model.layout import ComputeDtype
 from services.worker.model.shard import Parallelism
@@ -74,17 +75,25 @@ def _whole(part: torch.Tensor) -> torch.Tensor:
 
 
 def run_rank(config: EngineConfig, front: socket.socket) -> None:
-    """A rank other than 0, until its links close."""
-    assert config.ranks is not None
-    link: Link[Message] = Link(front, FromFrontToEngine)
-    joined = join_ranks(config, config.ranks, 1, lambda _: None)
-    try:
-        RankLoop(joined.runner, joined.group, RankLink(joined.sockets[0], TIMEOUT_S), link).run()
-    except (RankLost, ConnectionError):
-        pass
-    finally:
+    """A rank other than 0, until its links close. What keeps it from joining rank 0 raises too."""
+    place = config.ranks
+    assert place is not None
+    with front:
+        try:
+            joined = join_ranks(config, place, 1, lambda _: None)
+        except (ModelError, RankLost):
+            close_all(place.link_fds)
+            return
+        link: Link[Message] = Link(front, FromFrontToEngine)
+        with suppress(RankLost, ConnectionError):
+            RankLoop(joined.runner, joined.group, RankLink(joined.sockets[0], TIMEOUT_S), link).run()
         leave(joined)
-        front.close()
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Descriptors that no socket has taken."""
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def leave(joined: Joined) -> None:

@@ -23,6 +23,7 @@ from services.common.release import RELEASE
 from services.common.rpc import call_metadata, open_channel
 from services.common.security import MeshSecret
 from tests.support.log_lines import log_events
+from tests.support.mesh import total
 from tests.support.processes import clean_environment, free_port
 from tests.support.valkey import Valkey
 from tests.support.waiting import PATIENCE_S, SOON_S, eventually
@@ -34,8 +35,10 @@ from tests.worker.test_transfers_process import pull_step, registry
 _START_TIMEOUT_S = 120
 
 
-# Silence would be noticed long after an end.
-PATIENT = ("--child-silence-s", "60")
+# Silence would be noticed long after an end, and what runs when a drain begins has time to end.
+DRAIN = ("--drain-deadline-s", "120")
+PATIENT = ("--child-silence-s", "60", *DRAIN)
+TOKENS = 600
 
 
 def two_stages(host: RankHostProcess, *flags: str) -> tuple[str, ...]:
@@ -47,7 +50,7 @@ async def tiny_replica(tmp_path: Path, valkey: Valkey) -> AsyncIterator[tuple[Wo
     """Of two stages, whose second one's host has the files in a place of its own."""
     model = write_tiny_model(tmp_path / "here")
     other = Path(shutil.copytree(model, tmp_path / "there"))
-    async with running_rank_host(tmp_path / "host", "--models", f"tiny={other}") as host:
+    async with running_rank_host(tmp_path / "host", "--models", f"tiny={other}", *DRAIN) as host:
         stages = two_stages(host, "--model", f"tiny={model}", *PATIENT)
         async with running_worker(tmp_path / "w", valkey.url, *stages, threads=1) as worker:
             yield worker, host
@@ -142,11 +145,11 @@ async def test_a_killed_or_stopped_worker_leaves_no_rank(tmp_path: Path, valkey:
 
 async def test_a_host_that_is_told_to_stop_has_the_replica_drain(tmp_path: Path, valkey: Valkey) -> None:
     async with tiny_replica(tmp_path, valkey) as (worker, host):
-        running = asyncio.create_task(worker.generate(prompt(40), 400))
-        await eventually(lambda: worker.metrics().get("kvmesh_worker_running_requests", 0) > 0)
+        running = asyncio.create_task(worker.generate(prompt(40), TOKENS))
+        await eventually(lambda: total(worker.metrics(), "kvmesh_worker_running_requests") > 0)
         host.process.terminate()
         answer = await running
-        assert sum(map(len, answer.tokens.values())) == 400
+        assert sum(map(len, answer.tokens.values())) == TOKENS
         assert await asyncio.to_thread(worker.process.wait, PATIENCE_S) == 0
         assert await asyncio.to_thread(host.process.wait, PATIENCE_S) == 0
         assert host.ends() == {"told": 1}
