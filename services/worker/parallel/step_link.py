@@ -1,9 +1,9 @@
 """The two ends of the link between rank 0 and another rank: steps and parts of blocks (step_frames.py).
 
 A stream socket, Unix on one host, TCP between two. The other rank does one thing after the other, in the order in which
-it is told. Rank 0 never waits while it sends: what the socket does not take goes on when it asks for the end of
-something. At most one step is under way; before one is sent, `settle` has all parts arrive, so that the other rank
-never waits for rank 0 to read while this waits for its step.
+it is told. Rank 0 does not wait while it sends parts: what the socket does not take goes on when it asks for their end.
+At most one step is under way; before one is sent, `settle` has all parts arrive, so that the other rank never waits for
+rank 0 to read while this waits for its step.
 """
 
 from __future__ import annotations
@@ -70,9 +70,12 @@ class StepLink:
         self._num_done = 0
 
     def send(self, step: StepInput) -> None:
-        """Have the rank run a step; `settle` first. Raises RankLost."""
+        """Have the rank run a step; `settle` first. It leaves as a whole: nobody sends on while rank 0 computes.
+
+        Raises RankLost.
+        """
         self._queue(step_frame(step), None)
-        self.poll()
+        self._wait(lambda: not self._unsent, "takes no steps")
 
     def wait_done(self) -> None:
         """Until the step is finished. Raises RankLost."""

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from services.worker.engine_messages import FromFrontToEngine
 from services.worker.errors import RankLost
 from services.worker.ipc import Link
+from services.worker.model.step import StepInput
 from services.worker.parallel.block_parts import as_bytes
 from services.worker.parallel.rank import RankLoop
 from services.worker.parallel.step_frames import scatter_frame
@@ -129,6 +130,24 @@ def test_a_copy_ends_while_nobody_waits_for_it() -> None:
             link.poll(TIMEOUT_S)
         assert (into == 7).all()
         assert taken == [0]
+
+
+def test_a_step_leaves_whole_though_the_socket_was_full() -> None:
+    """Rank 0 computes its own part then, and sends nothing meanwhile."""
+    here, there = socket.socketpair()
+    with here, there:
+        link, filled = StepLink(here, TIMEOUT_S), 0
+        with suppress(BlockingIOError):
+            while True:
+                filled += here.send(bytes(1024))
+        sending = threading.Thread(target=link.send, args=(STEP,))
+        sending.start()
+        while filled:
+            filled -= len(there.recv(min(filled, 65536)))
+        received = RankLink(there, TIMEOUT_S).receive()
+        sending.join(TIMEOUT_S)
+        assert isinstance(received, StepInput)
+        assert received.token_ids.tolist() == STEP.token_ids.tolist()
 
 
 def test_a_rank_that_goes_is_lost_at_once() -> None:

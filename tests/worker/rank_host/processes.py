@@ -55,7 +55,6 @@ async def running_rank_host(
     secret: str = SECRET,
     host: str = OTHER_HOST,
     within: Sequence[str] = (),
-    port: int = 0,
 ) -> AsyncIterator[RankHostProcess]:
     """A ready rank host with the default model; killed at the end if it still runs. within: a command that runs it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +63,7 @@ async def running_rank_host(
     command = [sys.executable, "-m", "services.worker.rank_host", "--ready-file", str(ready_file), "--threads", "1"]
     with log.open("ab") as stderr:
         process = subprocess.Popen(
-            [*within, *command, "--listen", f"{host}:{port}", *flags],
+            [*within, *command, "--listen", f"{host}:0", *flags],
             env=clean_environment(KVMESH_MESH_SECRET=secret),
             stderr=stderr,
         )

@@ -32,7 +32,7 @@ from tests.worker.replica import SECRET, WorkerProcess, running_worker
 from tests.worker.test_process import prompt
 from tests.worker.test_transfers_process import pull_step, registry
 
-_START_TIMEOUT_S = 120
+_START_TIMEOUT_S = 240
 
 
 # Silence would be noticed long after an end, and what runs when a drain begins has time to end.
