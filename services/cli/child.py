@@ -217,7 +217,7 @@ class Child:
                 stderr=log,
                 start_new_session=True,
                 cwd=self.spec.folder,
-                env={**self._defaults, **os.environ, **self.spec.environment},
+                env={**self.spec.defaults, **os.environ, **self.spec.environment},
             )
         finally:
             os.close(log)
@@ -256,10 +256,6 @@ class Child:
         )
         self.silences += 1
         self._report(f"{self.spec.name} has been silent for {silence_s:g} s; killed")
-
-    @property
-    def _defaults(self) -> dict[str, str]:
-        return self.spec.defaults | (self.spec.successor_defaults if self._was_ready else {})
 
     def _set_pid(self, pid: int | None) -> None:
         self.pid = pid

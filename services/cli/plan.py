@@ -22,18 +22,14 @@ DRAIN_DEADLINE_S = 8.0
 GATEWAY_DRAIN_DEADLINE_S = 300.0
 PREDECESSOR_S = 300
 MAX_VALKEY_BYTES = 512 * 2**20
-# Of a worker that is started again, until it has its model: those that answer what it has left go before, though it
-# still gets a third of what each of them does.
-SUCCESSOR_NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
     """One process. `metrics` is empty where there is no Prometheus page; `admin` is Envoy's.
 
-    `environment` goes before the supervisor's own environment, `defaults` after it, and so do `successor_defaults`,
-    once the process has been ready and is started again. `folder` is where it runs, None for the supervisor's own. A
-    `base_id` other than 0 names a program that can be hot restarted.
+    `environment` goes before the supervisor's own environment, `defaults` after it. `folder` is where it runs, None for
+    the supervisor's own. A `base_id` other than 0 names a program that can be hot restarted.
     """
 
     name: str
@@ -46,7 +42,6 @@ class ProcessSpec:
     base_id: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, str] = field(default_factory=dict)
-    successor_defaults: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +132,6 @@ class Planner:
             # Not a flag: the URL may hold a password, and command lines are public.
             environment={"KVMESH_REDIS_URL": redis_url},
             defaults=self._defaults(kind),
-            successor_defaults=self._successor_defaults(kind),
         )
 
     def _defaults(self, kind: str) -> dict[str, str]:
@@ -149,11 +143,6 @@ class Planner:
         if kind == "router":
             return {"KVMESH_ROUTER_ADMIN_KEYS_FILE": str(self._state.admin_keys_file)}
         return {}
-
-    def _successor_defaults(self, kind: str) -> dict[str, str]:
-        if kind != "worker" or self._options.engine == "sim":
-            return {}
-        return {"KVMESH_WORKER_START_NICENESS": str(SUCCESSOR_NICENESS)}
 
     def _kvstore(self, number: int) -> tuple[str, ...]:
         options = self._options

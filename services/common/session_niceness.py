@@ -28,11 +28,3 @@ def set_session_niceness(niceness: int) -> bool:
         else:
             return True
     return False
-
-
-def session_niceness() -> int | None:
-    """Of this process's session; None where sessions have none."""
-    try:
-        return int(_AUTOGROUP.read_text().split()[-1])
-    except (OSError, ValueError, IndexError):
-        return None

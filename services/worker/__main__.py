@@ -12,7 +12,6 @@ from services.common.artifacts.errors import ArtifactError
 from services.common.models import ModelSource, resolve_model
 from services.common.process import generated_instance, stop_event
 from services.common.security import MeshSecret, load_mesh_secret
-from services.common.session_niceness import set_session_niceness
 from services.common.settings import ConfigurationError, exit_on_configuration_error, load_settings
 from services.common.telemetry import process_telemetry
 from services.worker.config import NO_MODEL, WorkerSettings, check_settings
@@ -29,8 +28,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_settings(settings)
         source = None if settings.model == NO_MODEL else resolve_model(settings.model)
         secret = load_mesh_secret(settings)
-        if source is not None and settings.start_niceness:
-            set_session_niceness(settings.start_niceness)
         worker_id = settings.instance or generated_instance("worker")
         with process_telemetry(
             "worker", worker_id, level=settings.log_level, metrics_listen=settings.metrics_listen

@@ -24,7 +24,6 @@ MOST_RANKS = 64
 _NOT_SIMULATED = frozenset(
     {
         *("device", "weight_dtype", "threads", "exact", "kv_dtype", "kv_cache_fraction", "staging_bytes"),
-        "start_niceness",
         *("max_adapters", "max_adapter_rank", "max_adapter_bytes", "max_adapter_waiting", "adapter_wait_s", "pooling"),
         *("tensor_parallel", "pipeline_parallel", "expert_parallel", "rank_timeout_s", "rank_hosts"),
         *("push", "max_push_blocks", "repush_bytes_per_s", "node_ramp_s", "max_served_blocks"),
@@ -84,12 +83,6 @@ class WorkerSettings(ServiceSettings):
         "dtype",
         description="What the weights of linear layers are rounded to, with dtype bfloat16; int8-dynamic on cpu, "
         "float8 on cuda without exact mode.",
-    )
-    start_niceness: int = Field(
-        0,
-        ge=0,
-        le=19,
-        description="Of its session on Linux, until the model that it starts with is loaded: others go before.",
     )
     threads: int = Field(
         0, ge=0, le=1024, description="Compute threads, shared out to the processes that compute; 0: one for each core."

@@ -223,7 +223,6 @@ def engine_config(
         max_push_blocks=settings.max_push_blocks,
         repush_bytes_per_s=settings.repush_bytes_per_s,
         max_served_blocks=settings.max_served_blocks,
-        stood_aside=settings.start_niceness > 0,
     )
 
 

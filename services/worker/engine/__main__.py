@@ -18,7 +18,6 @@ from llguidance import LLTokenizer
 from services.common.grammars import grammar_tokenizer
 from services.common.models import ModelSource
 from services.common.process import die_with_parent
-from services.common.session_niceness import session_niceness, set_session_niceness
 from services.common.telemetry import configure_logging
 from services.common.text.model_tokenizer import load_tokenizer
 from services.worker.core import CoreLimits, EngineCore
@@ -86,8 +85,6 @@ def _load(config: EngineConfig, front: Link[Message], mover: Link[Message]) -> E
         num_blocks=spec.num_blocks,
         block_bytes=spec.layout.block_bytes,
     )
-    if config.stood_aside and not set_session_niceness(0):
-        _log.warning("the session keeps its niceness", niceness=session_niceness())
     speed = measure(runner, num_blocks=spec.num_blocks, max_context=spec.max_context, vocab_size=spec.vocab_size)
     rates = Rates(speed.prefill_tokens_per_s, speed.decode_step_s)
     # The runner's thread keeps its own number. For a draw a second thread costs more than it saves on a busy machine.

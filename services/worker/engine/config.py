@@ -46,8 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: size of the pool; num_blocks, where it is not 0, goes before it; what 0 means, here and for
     staging_bytes, WorkerSettings says. speculation_tokens 0: nothing is drafted. max_context 0: the model's own.
     threads 0: as many as there are cores. ranks: None of an engine that is alone; mover_fd is no descriptor on ranks
-    other than 0, nor is pool_fd on those of a spread group. stood_aside: the session has had another niceness until
-    now.
+    other than 0, nor is pool_fd on those of a spread group.
     """
 
     parent_pid: int
@@ -87,5 +86,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_push_blocks: int
     repush_bytes_per_s: float
     max_served_blocks: int
-    stood_aside: bool = False
     ranks: RankConfig | None = None
