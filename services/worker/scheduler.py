@@ -10,8 +10,7 @@ came last by (priority, arrival) gives up its blocks and waits; it resumes by re
 Drafted tokens (speculation.py) are known to a step alone: it computes them behind the known ones, and only those that
 are drawn in their places become known.
 
-A held request is computed like any other up to its last known token, but in small pieces beside decodes that clients
-wait for, as what comes next is (prompt_budget.py). It keeps its place and its slots while it waits
+A held request is computed like any other up to its last known token. It keeps its place and its slots while it waits
 to be resumed, in the same order as the rest: what came later is preempted before it, what came before is not kept from
 running. When it is resumed, what has become known meanwhile is one more chunk of prefill; so is what another attempt,
 which draws the same, has drawn before it from then on.
@@ -32,11 +31,11 @@ from services.common.step_costs import StepCosts
 from services.worker.admission import SchedulerLimits, check_known, check_request
 from services.worker.ahead import Ahead, check_queue
 from services.worker.block_pool import BlockPool
-from services.worker.chunk import MOST_ROWS_READ, Advance, Chunk
+from services.worker.chunk import MOST_ROWS_READ, Advance, Chunk, prompt_chunk
 from services.worker.errors import Refused
 from services.worker.moves import MoveWishes
 from services.worker.patience import Patience, is_patient
-from services.worker.prompt_budget import MIN_PREFILL_TOKENS, catch_up_chunks, prompt_budget, prompt_chunks
+from services.worker.prompt_budget import MIN_PREFILL_TOKENS, prompt_budget, prompt_chunks
 from services.worker.queue_state import QueueState, queue_state
 from services.worker.registration import Registration
 from services.worker.sequence import Known, Request, Sequence, Status, blocks_for
@@ -146,34 +145,29 @@ class Scheduler:
         return request
 
     def schedule(self, token_budget: int, now: float, costs: StepCosts) -> list[Chunk]:
-        """The next step's chunks; empty when nothing can be computed.
+        """The next step's chunks; empty when nothing can be computed. Decodes and MIN_PREFILL_TOKENS are always in.
 
-        Decodes are always in, and MIN_PREFILL_TOKENS of prompts that somebody waits for. Batch work is in where it does
-        not stand aside. costs: of steps, as learned.
+        Batch work is in where it does not stand aside. costs: of steps, as learned.
         """
         decoding = [
             Chunk(sequence, sequence.num_computed, 1, draws=True)
             for sequence in tuple(self._running)
             if sequence.status is Status.RUNNING and self._ensure_slots(sequence) and sequence.is_decoding
         ]
-        in_pieces = bool(_urgent(decoding))
-        catching_up = catch_up_chunks(self._running, MOST_ROWS_READ, in_pieces=in_pieces)
+        behind = [one for one in self._running if one.has_slots and one.is_catching_up]
+        catching_up = [prompt_chunk(one, one.num_due, MOST_ROWS_READ) for one in behind]
         chunks = decoding + catching_up
         if any(line and not is_patient(line[0].request) for line in (self._running, self._waiting)):
             self._patience.urgent_seen(now)
         is_due = self._patience.is_due
         budget = prompt_budget(token_budget, decoding if is_due else _urgent(decoding), catching_up)
         kept = self._kept_for_patient(budget) if is_due else 0
-        urgent = self._prefills(now, patient=False)
-        prompts = prompt_chunks(urgent, budget - kept, MOST_ROWS_READ - kept, in_pieces=in_pieces)
+        prompts = prompt_chunks(self._prefills(now, patient=False), budget - kept, MOST_ROWS_READ - kept)
         if self._patience.stands_aside(beside_urgent=bool(prompts)):
             chunks = _urgent(chunks)
         else:
             budget = prompt_budget(token_budget, decoding, catching_up)
-            left = budget - sum(chunk.length for chunk in prompts)
-            most = min(left, self._patience.most_tokens(token_budget, MIN_PREFILL_TOKENS, now))
-            readable = MOST_ROWS_READ - sum(chunk.read for chunk in prompts)
-            prompts += prompt_chunks(self._prefills(now, patient=True), most, readable, in_pieces=in_pieces)
+            prompts += self._patient_prompts(prompts, budget, token_budget, now)
         budget -= sum(chunk.length for chunk in prompts)
         chunks = self.speculation.extend(chunks + prompts, budget, costs, len(self._running))
         self.moves.watch_blocks(self._running, self._pool.num_available)
@@ -204,6 +198,13 @@ class Scheduler:
 
     def _reuses(self, request: Request) -> bool:
         return self._limits.prefix_cache and request.is_cacheable
+
+    def _patient_prompts(self, others: Items[Chunk], budget: int, token_budget: int, now: float) -> list[Chunk]:
+        """Of batch work, what is left of `budget` and of the rows that may be read beside prompts of others."""
+        left = budget - sum(chunk.length for chunk in others)
+        readable = MOST_ROWS_READ - sum(chunk.read for chunk in others)
+        most = self._patience.most_tokens(token_budget, MIN_PREFILL_TOKENS, now)
+        return prompt_chunks(self._prefills(now, patient=True), min(left, most), readable)
 
     def _kept_for_patient(self, budget: int) -> int:
         """Tokens that prompts of batch work have before those of others, in the step that is its turn."""
