@@ -230,7 +230,7 @@ class SecondAttempt:
                 # It goes, too: whoever took the output there would have to leave again.
                 self._fail("leaves", OUTCOME_CANCELLED)
                 return
-            elif self._beside is not None:
+            elif self._beside is not None and kind != "prompt_advanced":
                 self._on_drawn(self._beside, message)
                 if kind == "completed":
                     # So the source has said all, too, and is about to say so.

@@ -197,8 +197,8 @@ class EngineCore:
         for key, code, detail in faults(chunks, drawn, reads):
             self.fail_request(key, code, detail)
         told = [told_of(chunk, one) for chunk, one in zip(chunks, reads, strict=True) if one]
-        self.to_front += [one for one in told if one is not None and one.key in self.scheduler.requests]
-        self.to_front += signs(chunks, now)
+        said = [*(one for one in told if one is not None), *signs(chunks, now)]
+        self.to_front += [one for one in said if one.key in self.scheduler.requests]
         work = step_work(chunks)
         by_sequence = {id(chunk.sequence): one for chunk, one in zip(chunks, drawn, strict=True)}
         choices: list[ChoiceOutput] = []

@@ -23,7 +23,10 @@ Response = worker_pb2.WorkerGenerateResponse
 
 
 class KeptLog:
-    """Responses of one attempt; bounded by its prompt and max_tokens, for each token is said once."""
+    """Responses of one attempt; bounded by its prompt and max_tokens, for each token is said once.
+
+    With a reader, that its prompt gets on comes on top, about once a second.
+    """
 
     def __init__(self) -> None:
         self.is_over = False
@@ -73,7 +76,7 @@ class KeptLog:
     def compact(self) -> None:
         """Merge what can be. Nothing while somebody reads."""
         if not self.cursors:
-            self._responses = list(_merged(self._responses))
+            self._responses = list(_merged(one for one in self._responses if not one.HasField("prompt_advanced")))
             self._known.clear()
 
     def _is_for(self, cursor: Cursor, response: Response) -> bool:

@@ -41,6 +41,16 @@ class _Origin:
     block_root: BlockId
 
 
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A block that waits for room. chain: of those that are completed together, and go together."""
+
+    slot: int
+    origin: _Origin
+    traceparent: str
+    chain: int
+
+
 class Pushes:
     """Everything on its way to the kvstore node."""
 
@@ -59,13 +69,13 @@ class Pushes:
         self._policy = policy
         self._max_blocks = max_push_blocks
         self._running: dict[int, _Push] = {}
-        self._keys = 0
+        self._keys = self._chains = 0
         self._num_blocks = 0
         # Of every block in the pool, where they are offered late.
         self._origins: dict[BlockId, _Origin] = {}
         self._looked_s = float("-inf")
-        # The last blocks of chains that found no room when they were completed, where they are offered at once.
-        self._late: dict[BlockId, tuple[int, _Origin, str]] = {}
+        # Blocks that found no room when they were completed, where they are offered at once: after their parents.
+        self._late: dict[BlockId, _Late] = {}
         # Refusals in a row of blocks in the pool that are offered late, and when they were last looked at before.
         self._refusals: dict[BlockId, tuple[int, float]] = {}
 
@@ -96,14 +106,23 @@ class Pushes:
 
     def _waiting(self, now: float) -> list[PushBlocks]:
         pushes: list[PushBlocks] = []
-        for block_id, (slot, origin, traceparent) in list(self._late.items()):
-            if self._num_blocks >= self._max_blocks:
+        while self._num_blocks < self._max_blocks and (late := self._next_late()) is not None:
+            if (push := self._push(late.slot, late.origin, now, late.traceparent)) is not None:
+                pushes.append(push)
+        return pushes
+
+    def _next_late(self) -> _Late | None:
+        """The last block of what there is room for of the first chain that waits; those are taken out."""
+        last: _Late | None = None
+        room = self._max_blocks - self._num_blocks
+        for block_id, late in list(self._late.items()):
+            if last is not None and (late.chain != last.chain or not room):
                 break
             del self._late[block_id]
             # Its place may just have been given to another, of which `forget` will tell.
-            if self._pool.id_of(slot) == block_id and (push := self._push(slot, origin, now, traceparent)) is not None:
-                pushes.append(push)
-        return pushes
+            if self._pool.id_of(late.slot) == block_id:
+                last, room = late, room - 1
+        return last
 
     def _leaving(self, now: float) -> list[PushBlocks]:
         ahead = self._max_blocks - self._pool.statistics.free
@@ -129,10 +148,10 @@ class Pushes:
             return
         self._num_blocks -= len(push.slots)
         memory = self.memory
-        if done.accepted < len(push.ids):
-            # A node that is full, or gone, is not pressed with the rest.
-            self._late.clear()
         if push.generation == memory.generation:
+            if done.refused or (done.accepted < len(push.ids) and not done.location_id):
+                # A node that is full, or rests, is not pressed with the rest.
+                self._late.clear()
             # The mover learns of another target at another moment than we do.
             went_there = (done.location_id, done.epoch) == memory.target
             memory.refused(push.ids[done.accepted if went_there else 0 :])
@@ -182,10 +201,13 @@ class Pushes:
         slots = self.memory.take(missing[:room], now)
         self.deferred += len(slots) < min(room, len(missing))
         if self._policy == "write_through":
-            for block_id in self._ids(missing):
+            ids = self._ids(missing)
+            for block_id in ids:
                 self._late.pop(block_id, None)
-            if len(missing) > room and len(slots) == room:
-                self._late[self._ids([slot])[0]] = slot, origin, traceparent
+            if len(slots) == room:
+                self._chains += 1
+                for one, block_id in zip(missing[room:], ids[room:], strict=True):
+                    self._late[block_id] = _Late(one, origin, traceparent, self._chains)
         if not slots:
             return None
         ids = self._ids(slots)

@@ -4,8 +4,7 @@ There is a fixed number of slots. A request holds the slot of its adapter from w
 that nobody holds keeps its adapter until another adapter needs the room, the least recently held first. Where every
 slot is held, requests wait in the order in which they came. Those whose adapter is there overtake them, but not once
 the first has waited for OVERTAKE_S: it would wait for ever otherwise. The loaded adapters have at most a number of
-bytes together; how large one is shows when it has been read, and those that nobody holds make room for it then. One for
-which they cannot waits for those that are held, and is not overtaken for longer either.
+bytes together; how large one is shows when it has been read, and those that nobody holds make room for it then.
 
 Invariants: an adapter has at most one slot; a slot that is held or being loaded is never given away; whoever asks is
 given a slot, told that it failed, told that it is late, or released, exactly one of these.
@@ -63,8 +62,6 @@ class Residency:
         self._waiting: dict[int, tuple[bytes, float]] = {}
         self._max_waiting = max_waiting
         self._turn = 0
-        # Since when an adapter that has been read has waited for memory; None: none does.
-        self.short_since: float | None = None
         self._granted: list[tuple[int, int]] = []
         self._loads: list[Load] = []
 
@@ -103,9 +100,9 @@ class Residency:
         loading = any(slot.digest and not slot.is_loaded for slot in self._slots)
         return not self._waiting and not loading and not self._granted
 
-    def is_wanted(self, slot: int) -> bool:
-        """Whether a request holds the slot."""
-        return bool(self._slots[slot].holders)
+    def holders(self, slot: int) -> set[int]:
+        """Requests that hold the slot."""
+        return set(self._slots[slot].holders)
 
     def waits(self, key: int) -> bool:
         """Whether the request waits for a slot."""
@@ -198,8 +195,6 @@ class Residency:
     def serve(self, now: float) -> None:
         """Give slots to those who wait, as far as the rules allow."""
         blocked_since: float | None = None
-        if self.short_since is not None and now - self.short_since > OVERTAKE_S:
-            return
         for key, (digest, since) in list(self._waiting.items()):
             if blocked_since is not None and now - blocked_since > OVERTAKE_S:
                 return

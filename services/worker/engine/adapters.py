@@ -87,11 +87,6 @@ class Adapters:
         return self._residency.is_settled and not self._refused
 
     @property
-    def is_short(self) -> bool:
-        """Whether an adapter waits for memory."""
-        return self._homeless is not None
-
-    @property
     def figures(self) -> AdapterFigures:
         """See AdapterSource."""
         residency = self._residency
@@ -103,7 +98,7 @@ class Adapters:
             failures=self._failures,
             evictions=residency.evictions,
             waits=self._waits,
-            waiting=residency.num_waiting,
+            waiting=residency.num_waiting + len(self._short_of_memory),
             load_s=self._load_s,
             resident_bytes=residency.resident_bytes,
             stalls=self._loading.stalls,
@@ -129,11 +124,12 @@ class Adapters:
         outcomes: list[tuple[int, int | Refused]] = [*self._refused]
         self._refused.clear()
         if self._homeless is not None:
-            outcomes += self._house(self._homeless, now)
+            outcomes += self._house(self._homeless)
         for slot, adapter, loaded in self._loading.take(now):
-            outcomes += self._settle(slot, adapter, loaded, now)
+            outcomes += self._settle(slot, adapter, loaded)
+        short = self._short_of_memory
         late = Refused("RESOURCE_EXHAUSTED", "no place for the request's adapter has become free in time")
-        outcomes += [(key, late) for key in self._residency.late(now, self._max_wait_s)]
+        outcomes += [(key, _FULL if key in short else late) for key in self._residency.late(now, self._max_wait_s)]
         if self._loading.is_stuck:
             outcomes += [(key, _STUCK) for key in self._residency.drop_absent()]
         self._residency.serve(now)
@@ -143,16 +139,19 @@ class Adapters:
 
     def waits_for_place(self, key: int) -> bool:
         """See AdapterSource."""
-        return self._residency.waits(key)
+        return self._residency.waits(key) or key in self._short_of_memory
 
     def release(self, key: int) -> None:
         """See AdapterSource."""
         if self._wanted.pop(key, None) is not None:
             self._residency.release(key)
 
-    def _settle(
-        self, slot: int, adapter: AdapterRef, loaded: Future[Loaded], now: float
-    ) -> list[tuple[int, int | Refused]]:
+    @property
+    def _short_of_memory(self) -> set[int]:
+        """Requests whose adapter waits for memory."""
+        return set() if self._homeless is None else self._residency.holders(self._homeless.slot)
+
+    def _settle(self, slot: int, adapter: AdapterRef, loaded: Future[Loaded]) -> list[tuple[int, int | Refused]]:
         """A load has ended; those who get nothing of it."""
         try:
             prepared, seconds = loaded.result()
@@ -162,19 +161,25 @@ class Adapters:
             told("an adapter could not be loaded", adapter=_shown(adapter), reason=str(error))
             refused = Refused("FAILED_PRECONDITION", f"the request's adapter cannot be loaded: {_line(error)}")
             return [(key, refused) for key in self._residency.failed(slot)]
-        return self._house(_Read(slot, adapter, prepared, seconds), now)
+        return self._house(_Read(slot, adapter, prepared, seconds))
 
-    def _house(self, read: _Read, now: float) -> list[tuple[int, int | Refused]]:
+    def _house(self, read: _Read) -> list[tuple[int, int | Refused]]:
         """Put an adapter into its slot where there is memory for it; those who get nothing of it otherwise."""
         emptied = self._residency.make_room(read.prepared.num_bytes)
-        if emptied is None and self._may_wait(read, now):
+        if emptied is None and self._may_wait(read):
             return []
         if read is self._homeless:
-            self._homeless = self._residency.short_since = None
+            self._homeless = None
         if emptied is None:
-            self._failures += 1
-            _log.warning("an adapter has no room", adapter=_shown(read.adapter), bytes=read.prepared.num_bytes)
-            return [(key, _FULL) for key in self._residency.failed(read.slot)]
+            keys = self._residency.failed(read.slot)
+            self._failures += bool(keys)
+            _log.warning(
+                "an adapter has no room",
+                adapter=_shown(read.adapter),
+                bytes=read.prepared.num_bytes,
+                requests=len(keys),
+            )
+            return [(key, _FULL) for key in keys]
         for number in emptied:
             self._table.put(number, None)
         self._table.put(read.slot, read.prepared)
@@ -185,11 +190,14 @@ class Adapters:
         _log.info("adapter loaded", adapter=_shown(read.adapter), slot=read.slot, seconds=round(read.seconds, 4))
         return []
 
-    def _may_wait(self, read: _Read, now: float) -> bool:
+    def _may_wait(self, read: _Read) -> bool:
         """Whether an adapter waits for memory: the only one that does, and as long as it is wanted."""
-        if self._homeless is None:
-            self._homeless, self._residency.short_since = read, now
-        return read is self._homeless and self._residency.is_wanted(read.slot)
+        holders = self._residency.holders(read.slot)
+        if self._homeless is None and holders:
+            self._homeless = read
+            self._waits += len(holders)
+            _log.info("an adapter waits for memory", adapter=_shown(read.adapter), bytes=read.prepared.num_bytes)
+        return read is self._homeless and bool(holders)
 
     def _start_loads(self, now: float) -> None:
         for load in self._residency.take_loads():

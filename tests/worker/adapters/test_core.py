@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from services.common.adapter_files import InvalidAdapter
-from services.worker.adapters.residency import OVERTAKE_S
 from services.worker.adapters.source import AdapterRef
 from services.worker.core import EngineCore
 from services.worker.draws import Draws
@@ -191,11 +190,11 @@ def test_an_adapter_waits_until_held_ones_leave_memory_for_it(engine: Engine) ->
     engine.core.handle(submit(1, PROMPT, 200, adapter=REFS[1]), 0.0)
     engine.until(lambda: len(engine.turn()) == 1)
     engine.core.handle(submit(2, PROMPT, 2, adapter=LARGE), 0.0)
-    engine.until(lambda: engine.adapters.is_short)
+    engine.until(lambda: engine.adapters.figures.waiting == 1)
     assert engine.adapters.figures.resident == [REFS[1].digest]
     engine.core.handle(Abort(1), 0.0)
     engine.until(lambda: 2 in engine.completed())
-    assert not engine.adapters.is_short
+    assert engine.adapters.figures.waiting == 0
     assert engine.adapters.figures.resident == [LARGE.digest]
     assert engine.adapters.figures.resident_bytes == MAX_BYTES
     assert [digest for digest in engine.table.slots.values() if digest] == [LARGE.digest]
@@ -208,12 +207,12 @@ def test_where_one_waits_for_memory_another_is_sent_elsewhere(engine: Engine) ->
     engine.core.handle(submit(1, PROMPT, 200, adapter=REFS[1]), 0.0)
     engine.until(lambda: len(engine.turn()) == 1)
     engine.core.handle(submit(2, PROMPT, 2, adapter=LARGE), 0.0)
-    engine.until(lambda: adapters.is_short)
+    engine.until(lambda: adapters.figures.waiting == 1)
     # As one that cannot be loaded: the gateway tries workers before it comes back.
     engine.core.handle(submit(3, PROMPT, 2, adapter=ALSO_LARGE), 0.0)
     engine.until(lambda: engine.failures() == {3: "FAILED_PRECONDITION"})
     assert adapters.figures.failures == 1
-    assert adapters.is_short
+    assert adapters.figures.waiting == 1
 
 
 def test_an_adapter_that_waits_for_memory_goes_with_those_who_want_it(engine: Engine) -> None:
@@ -222,33 +221,32 @@ def test_an_adapter_that_waits_for_memory_goes_with_those_who_want_it(engine: En
     engine.until(lambda: len(engine.turn()) == 1)
     for key in (2, 3):
         engine.core.handle(submit(key, PROMPT, 2, adapter=LARGE), engine.now)
-        engine.until(lambda: engine.adapters.is_short)
+        engine.until(lambda: engine.adapters.figures.waiting == 1)
         if key == 2:
             engine.core.handle(Abort(key), engine.now)
         else:
             engine.now += MAX_WAIT_S + 1.0
         engine.turn()
         engine.turn()
-        assert not engine.adapters.is_short
+        assert engine.adapters.figures.waiting == 0
         assert engine.adapters.figures.idle == 1
-    assert engine.failures() == {3: "RESOURCE_EXHAUSTED"}
+    # As one that cannot be loaded: the gateway asks for another worker.
+    assert engine.failures() == {3: "FAILED_PRECONDITION"}
+    assert engine.adapters.figures.failures == 0
 
 
-def test_an_adapter_that_waits_for_memory_is_overtaken_for_a_while_only(engine: Engine) -> None:
+def test_who_waits_for_memory_keeps_nobody_else_from_running(engine: Engine) -> None:
+    engine.core = make_core(adapters=engine.adapters, max_running=5, max_queue_s=0.01)
     engine.gate.set()
-    engine.core.handle(submit(1, PROMPT, 60, adapter=REFS[1]), 0.0)
+    engine.core.handle(submit(1, PROMPT, 200, adapter=REFS[1]), 0.0)
     engine.until(lambda: len(engine.turn()) == 1)
-    engine.core.handle(submit(2, PROMPT, 2, adapter=LARGE), 0.0)
-    engine.until(lambda: engine.adapters.is_short)
-    engine.core.handle(submit(3, PROMPT, 2, adapter=REFS[1]), engine.now)
-    engine.until(lambda: 3 in engine.completed())
-    assert 1 not in engine.completed()
-    engine.now += OVERTAKE_S + 0.1
-    engine.core.handle(submit(4, PROMPT, 2, adapter=REFS[1]), engine.now)
-    engine.until(lambda: 4 in engine.completed())
-    outputs = [one for one in engine.core.to_front if isinstance(one, StepOutput)]
-    ended = [usage.key for output in outputs for usage in output.completed]
-    assert ended == [3, 1, 2, 4]
+    engine.core.handle(submit(2, PROMPT, 2, adapter=LARGE, num_choices=4), 0.0)
+    engine.until(lambda: engine.adapters.figures.waiting == 1)
+    for key, adapter in ((3, REFS[1]), (4, None)):
+        engine.core.handle(submit(key, [5] * 40, 2, adapter=adapter), 0.0)
+        engine.until(lambda key=key: key in engine.completed())  # type: ignore[misc]
+    assert not any(isinstance(one, StaleRequest) for one in engine.core.to_front)
+    assert engine.adapters.figures.waits == 1
 
 
 def test_no_place_is_told_where_held_adapters_leave_no_memory(engine: Engine) -> None:
