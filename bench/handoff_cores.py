@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.local_mesh import LocalMesh
+from services.common.session_niceness import set_session_niceness
 
 _ALONE, _GIVES_WAY, _NICENESS = "worker-1", "worker-0/engine", 5
 
@@ -33,8 +34,8 @@ def shared_out(mesh: LocalMesh) -> Iterator[None]:
             os.sched_setaffinity(task, {last} if is_alone else set(others))
             if name == _GIVES_WAY:
                 os.setpriority(os.PRIO_PROCESS, task, _NICENESS)
-        if name == _GIVES_WAY and (group := Path(f"/proc/{pid}/autogroup")).exists():
-            group.write_text(str(_NICENESS))
+        if name == _GIVES_WAY:
+            set_session_niceness(_NICENESS, pid)
     for task in _tasks(os.getpid()):
         os.sched_setaffinity(task, others)
     try:

@@ -10,17 +10,18 @@ import errno
 import time
 from pathlib import Path
 
-_AUTOGROUP = Path("/proc/self/autogroup")
+_AUTOGROUP = "/proc/{}/autogroup"
 # Without a privilege one may ask ten times a second, all processes of the machine together.
 _TRIES = 20
 _RETRY_S = 0.1
 
 
-def set_session_niceness(niceness: int) -> bool:
-    """Of this process's session, -20 to 19; False where that is not possible. Blocks for 2 s at most."""
+def set_session_niceness(niceness: int, pid: int | None = None) -> bool:
+    """Of a process's session, or this one's, -20 to 19; False where that is not possible. Blocks for 2 s at most."""
+    file = Path(_AUTOGROUP.format("self" if pid is None else pid))
     for _ in range(_TRIES):
         try:
-            _AUTOGROUP.write_text(str(niceness))
+            file.write_text(str(niceness))
         except OSError as error:
             if error.errno != errno.EAGAIN:
                 return False

@@ -46,7 +46,7 @@ def test_it_is_set_and_taken_back() -> None:
 
 def test_it_is_asked_for_again_where_the_kernel_wants_that(monkeypatch: pytest.MonkeyPatch) -> None:
     file = BusyFile(3)
-    monkeypatch.setattr(module, "_AUTOGROUP", file)
+    monkeypatch.setattr(module, "Path", lambda _: file)
     monkeypatch.setattr(module, "_RETRY_S", 0.001)
     assert set_session_niceness(4)
     assert file.written == "4"
@@ -56,5 +56,5 @@ def test_it_is_asked_for_again_where_the_kernel_wants_that(monkeypatch: pytest.M
 
 
 def test_where_sessions_have_none_nothing_happens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "_AUTOGROUP", tmp_path / "none" / "autogroup")
+    monkeypatch.setattr(module, "_AUTOGROUP", f"{tmp_path}/{{}}/autogroup")
     assert not set_session_niceness(4)

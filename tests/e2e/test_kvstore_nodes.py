@@ -15,6 +15,8 @@ _WORDS = 150
 _OTHERS = 3
 # Which node is asked is the router's affair: of so many pulls both get one.
 _PULLS = 20
+# A tenth of a second apart: much longer than a push takes.
+_STILL_LOOKS = 30
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,18 @@ def ask(mesh: Mesh, number: int) -> Completion:
 
 def of_node(mesh: Mesh, name: str, metric: str) -> float:
     return total(mesh.metrics(name), f"kvmesh_kvstore_{metric}")
+
+
+def settle(mesh: Mesh, names: tuple[str, ...]) -> float:
+    """Wait until the nodes get nothing more of what was computed; the blocks that they have."""
+    seen: list[float] = []
+
+    def is_still() -> bool:
+        seen.append(sum(of_node(mesh, name, "stored_blocks") for name in names))
+        return len(seen) > _STILL_LOOKS and len(set(seen[-_STILL_LOOKS:])) == 1
+
+    wait_for(is_still, within_s=60, what="no more pushes")
+    return seen[-1]
 
 
 def forget(mesh: Mesh, first: int) -> None:
@@ -72,7 +86,8 @@ def test_a_copied_prefix_outlives_its_node_and_any_other_is_computed_again(nodes
     assert served.cached_tokens > 400
     assert of_node(mesh, other, "hit_blocks_total") - before >= 25
 
-    stored = sum(of_node(mesh, name, "stored_blocks") for name in names)
+    # All of a new prompt, and none of those before it.
+    stored = settle(mesh, names)
     lonely = ask(mesh, 50)
     # What comes later goes to a node that is not replaced any more.
     wait_for(
