@@ -41,6 +41,7 @@ from services.gateway.request import GenerationRequest, Plan, PromptPlan, Sampli
 from services.gateway.session import Session
 from services.gateway.tenants import ClassObjectives, Tenants
 from services.gateway.text.pool import Job, ModelMissing, Prepared, TextPool
+from services.gateway.tools.offered import ToolOffer
 from services.gateway.versions import only, without
 
 # A model that serves by the last report is asked for so often again when its router says that no worker can have the
@@ -80,10 +81,11 @@ class Beginner:
         job = self._job_of(session, endpoint=endpoint, body=body)
         return await self._begin(session, job, body)
 
-    async def begin_native(self, session: Session, request: GenerationRequest) -> Begun:
-        """Begin a native request. Raises GatewayError."""
-        job = self._job_of(session, request=request)
-        return await self._begin(session, job, msgspec.msgpack.encode(request, order="sorted"))
+    async def begin_native(self, session: Session, request: GenerationRequest, offer: ToolOffer | None) -> Begun:
+        """Begin a native request. offer: its tools. Raises GatewayError."""
+        job = self._job_of(session, request=request, offer=offer)
+        offered = b"" if offer is None else msgspec.msgpack.encode(offer, order="sorted")
+        return await self._begin(session, job, msgspec.msgpack.encode(request, order="sorted") + offered)
 
     def _job_of(self, session: Session, **request: Any) -> Job:
         catalog = self.catalog

@@ -108,11 +108,14 @@ class GatewaySettings(ServiceSettings):
     @model_validator(mode="after")
     def _check_call_formats(self) -> Self:
         names = {resolve_model(spec).name for spec in self.models} if self.call_formats else set()
-        known = (*FORMATS, GENERIC)
+        known, seen = (*FORMATS, GENERIC), set[str]()
         for entry in self.call_formats:
             name, separator, call_format = entry.partition("=")
             if not separator or name not in names:
                 raise ValueError(f"call_formats has {entry!r}, not NAME=FORMAT with a name among models")
+            if name in seen:
+                raise ValueError(f"call_formats has {name!r} twice")
+            seen.add(name)
             if call_format not in known:
                 raise ValueError(f"call_formats has {call_format!r}, none of {', '.join(known)}")
         return self

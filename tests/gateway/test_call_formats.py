@@ -18,11 +18,12 @@ from services.gateway.config import GatewaySettings
 from services.gateway.errors import InvalidRequest
 from services.gateway.request import ToolUse
 from services.gateway.text.text_model import TextModel, load_text_model
-from services.gateway.tools.call_format import FORMATS
+from services.gateway.tools.call_format import FORMATS, HERMES
 from services.gateway.tools.tool_use import tool_form
 from tests.support.call_formats import WRITERS, Writer, llama3, llama3_tagged
 from tests.support.call_models import (
     CONTROL,
+    HERMES_TEMPLATE,
     LLAMA3_TEMPLATE,
     MISTRAL_TEMPLATE,
     QWEN_CODER_TEMPLATE,
@@ -69,13 +70,16 @@ def prompt(model: TextModel, *messages: dict[str, Any]) -> tuple[str, set[str]]:
     return model.tokenizer.decode(ids, skip_special_tokens=False), control
 
 
-def verdict(model: TextModel, answer: str, **fields: Any) -> str:
-    """Whether the grammar of a request lets an answer be: "whole", "begun" or "" when it does not."""
+def verdict(model: TextModel, answer: str, *, spelled: bool = False, **fields: Any) -> str:
+    """Whether the grammar of a request lets an answer be: "whole", "begun" or "" when it does not.
+
+    spelled: no token of the answer is a control token.
+    """
     body = {"model": "m", "messages": [USER], "tools": TOOLS, **fields}
     use = parse_openai(CHAT, json.dumps(body).encode())[0].form
     assert isinstance(use, ToolUse)
     matcher = compile_grammar(family_grammars(), tool_form(use, model.calls.format, model.calls.control).grammar)
-    model.tokenizer.encode_special_tokens = not model.calls.control
+    model.tokenizer.encode_special_tokens = spelled or not model.calls.control
     ids = model.encode_text(answer)
     model.tokenizer.encode_special_tokens = False
     if matcher.validate_tokens(ids) < len(ids):
@@ -100,6 +104,7 @@ def test_a_format_is_found_in_its_template(models: Models, name: str) -> None:
         (LLAMA3_TEMPLATE, "generic", "hermes", False, False),
         (PLAIN + "{{ tools }}<tool_call><arg_key>", None, "hermes", False, True),
         (PLAIN + "{{ tools }}<|tool_calls_begin|>", None, "hermes", False, True),
+        (LLAMA3_TEMPLATE + "<|python_start|>", None, "hermes", False, True),
         (PLAIN + "{{ tools }}<|tool_calls_begin|>", "mistral-args", "mistral-args", True, False),
     ],
 )
@@ -121,16 +126,41 @@ def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one(tmp_pa
     assert {"[AVAILABLE_TOOLS]", "[TOOL_CALLS]"} <= control
     plain = model.tokenizer.decode(model.encode_chat([USER]), skip_special_tokens=False)
     assert plain == "<|im_start|>user\nhi<|im_end|>"
+    without = model.tokenizer.decode(model.encode_chat([USER, said(NOW, content="")]), skip_special_tokens=False)
+    assert text.endswith(without.partition("[INST]")[2])
+    assert "[TOOL_CALLS]" in without
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": PLAIN}))
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(MISTRAL_TEMPLATE)
     assert prompt(load_text_model(ModelSource("m", tmp_path)), said(NOW)) == (text, control)
 
 
+@pytest.mark.parametrize("own_format", [None, "generic"])
+def test_a_template_for_tools_whose_calls_are_not_known_is_not_used(tmp_path: Path, own_format: str | None) -> None:
+    own = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% for m in messages %}?{% endfor %}"
+    named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": own}]
+    family_folder(tmp_path, PLAIN)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    model = load_text_model(ModelSource("m", tmp_path), own_format)
+    assert (model.calls.format.name, model.calls.is_native) == ("hermes", False)
+    assert model.calls.is_unknown is (own_format is None)
+    text, _ = prompt(model, said(NOW))
+    assert "<tools>" in text
+    assert HERMES.text([NOW]) in text
+
+
+@pytest.mark.parametrize("given", [(HERMES_TEMPLATE,), (QWEN_CODER_TEMPLATE,), (PLAIN, "qwen-coder")])
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"\\udfff": 1}'])
+def test_half_of_a_surrogate_pair_is_refused(models: Models, given: tuple[str, ...], arguments: str) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate") as caught:
+        models(*given).encode_chat([USER, said(("get_time", arguments), content="")], TOOLS)
+    assert caught.value.param == "messages"
+
+
 def test_settings_name_models_and_formats_that_there_are() -> None:
     good = GatewaySettings(call_formats="smollm2-135m=llama3")
     assert good.call_format_of == {"smollm2-135m": "llama3"}
-    for bad in ("smollm2-135m=llama", "other=llama3", "llama3"):
+    for bad in ("smollm2-135m=llama", "other=llama3", "llama3", "smollm2-135m=llama3,smollm2-135m=hermes"):
         with pytest.raises(ValidationError, match="call_formats"):
             GatewaySettings(call_formats=bad)
 
@@ -159,6 +189,18 @@ def test_answers_are_held_to_their_calls(models: Models, name: str, write: Write
         assert verdict(model, write([PARIS, NOW]), parallel_tool_calls=False) == ""
         assert verdict(model, write([NOW] * 16)) == "whole"
         assert verdict(model, write([NOW] * 17)) == ""
+
+
+@each_writer
+def test_text_does_not_spell_a_tag_that_is_a_control_token(models: Models, name: str, write: Writer) -> None:
+    """It would be read as a call, of whatever arguments."""
+    model, tag = models(TEMPLATES[name]), FORMATS[name].tag
+    write = llama3_tagged if write is llama3 else write
+    called = write([("get_weather", '{"evil": 1}')])
+    assert called.startswith(tag)
+    for answer in (called, f"Sure: {called} and so on", f"Sure: {tag}"):
+        assert verdict(model, answer, spelled=True) == ""
+    assert verdict(model, f"Sure: {tag[:-1]} and {tag[1:]}", spelled=True) == "whole"
 
 
 NOTE = {
@@ -197,14 +239,68 @@ def test_parameters_keep_to_their_schema(models: Models, parameters: list[tuple[
     assert verdict(model, answer, tools=[function("note", NOTE)]) == held
 
 
+# Of an object as a whole; JSON Schema has them all.
+OF_OBJECTS: dict[str, Any] = {
+    "minProperties": 1,
+    "maxProperties": 1,
+    "const": {"a": 1},
+    "enum": [{"a": 1}],
+    "propertyNames": {"maxLength": 3},
+    "dependencies": {"a": ["b"]},
+    "dependentRequired": {"a": ["b"]},
+}
+
+
 @pytest.mark.parametrize(
     "schema",
-    [{"anyOf": [{}]}, {"properties": {"a>b": {}}}, {"patternProperties": {}}, {"required": 5}, {"required": ["a"]}],
+    [
+        {"anyOf": [{}]},
+        {"properties": {"a>b": {}}},
+        {"patternProperties": {}},
+        {"required": 5},
+        {"required": ["a"]},
+        *({"properties": {"a": {}}, keyword: value} for keyword, value in OF_OBJECTS.items()),
+        {"properties": {"a": {"$ref": "#/properties/b"}, "b": {}}},
+        {"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}},
+        {"properties": {"a": {"anyOf": [{"$ref": "#/properties/b"}]}, "b": {}}},
+        {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"items": {"$ref": "#/properties/b"}}}},
+    ],
 )
 def test_arguments_that_cannot_be_written_one_by_one_are_refused(models: Models, schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         verdict(models(QWEN_CODER_TEMPLATE), "", tools=[function("f", schema)])
     assert caught.value.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ('{"text": "a b", "limits": [1, 2], "kind": "c', "text limits"),
+        ('{"text": "a b", "limits": [1', "text"),
+        ('{"text": "a b", "limits', "text"),
+        ('{"text": "a b", "limits": 12', "text"),
+        ('{"text": "a b", "limits": 12 ,', "text limits"),
+        ('{"text": "a b"', "text"),
+        ("{", ""),
+        ("no JSON", ""),
+        ("[1]", ""),
+    ],
+)
+@pytest.mark.parametrize("given", [(QWEN_CODER_TEMPLATE,), (PLAIN, "qwen-coder")], ids=["native", "generic"])
+def test_a_chat_with_a_call_that_was_cut_goes_on(
+    models: Models, given: tuple[str, ...], arguments: str, kept: str
+) -> None:
+    text, _ = prompt(models(*given), said(("note", arguments)), USER)
+    told = text.rpartition("<function=note>\n")[2].partition("</function>")[0]
+    assert [part.partition(">")[0] for part in told.split("<parameter=")[1:]] == kept.split()
+
+
+def test_what_only_looks_like_a_reference_is_none(models: Models) -> None:
+    """The name of an argument, and a value."""
+    names = {"$ref": {"type": "string"}, "enum": {"enum": [{"$ref": "#/properties/a"}]}}
+    schema = {"type": "object", "title": "F", "description": "Any.", "properties": names}
+    answer = "<tool_call>\n<function=f>\n<parameter=$ref>\na\n</parameter>\n</function>\n</tool_call>"
+    assert verdict(models(QWEN_CODER_TEMPLATE), answer, tools=[function("f", schema)]) == "whole"
 
 
 def test_earlier_calls_of_qwen_coder_are_rendered(models: Models) -> None:
@@ -222,6 +318,9 @@ def test_json_that_calls_nothing_is_text(models: Models) -> None:
     assert verdict(model, '{"name": "get_weather_soon"}') == "whole"
     assert verdict(model, '{"name": "get_weather"') == "begun"
     assert verdict(model, '{"name": "get_weather"}') == ""
+    # Of some tokenizers' answers the first space is not shown.
+    assert verdict(model, ' {"name": "get_weather", "parameters": {"evil": 1}}') == ""
+    assert verdict(model, ' {"name": "John"}') == "whole"
     assert verdict(model, 'It is {"name": "get_weather"}') == "whole"
     assert verdict(model, llama3_tagged([NOW]) + llama3([NOW])) == ""
 
@@ -260,6 +359,15 @@ def test_no_text_of_a_message_becomes_a_control_token(models: Models) -> None:
     assert not control & {"[TOOL_RESULTS]", "[TOOL_CALLS]"}
 
 
+def test_a_prompt_of_ours_has_single_calls_where_answers_have(models: Models) -> None:
+    """As they are read back from an answer."""
+    text, _ = prompt(models(PLAIN, "llama3"), said(PARIS, NOW, content="So."), result(1, "noon"), result(0, "sunny"))
+    turns = [turn.removesuffix("<|im_end|>").partition("\n")[2] for turn in text.split("<|im_start|>")]
+    answers = ["<tool_response>\nsunny\n</tool_response>", "<tool_response>\nnoon\n</tool_response>"]
+    tagged = FORMATS["llama3"].text([PARIS], after_text=True)
+    assert turns[3:] == [f"So.\n{tagged}", answers[0], llama3([NOW]), answers[1]]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_prompt_of_ours_shows_the_format(models: Models, name: str) -> None:
     call_format = FORMATS[name]
@@ -267,6 +375,7 @@ def test_a_prompt_of_ours_shows_the_format(models: Models, name: str) -> None:
     told, _, chat = text.partition("<|im_start|>user")
     assert ("<value, as JSON" if call_format.has_parameters else "arguments as a JSON object") in told
     assert call_format.text([("<function-name>", "")]).partition("<function-name>")[0].rstrip('"') in told
-    assert f"So.\n{call_format.text([PARIS])}" in chat
+    assert f"So.\n{call_format.text([PARIS], after_text=True)}" in chat
+    assert call_format.tag in chat
     assert "<tool_response>\nsunny\n</tool_response>" in chat
     assert not control

@@ -136,10 +136,16 @@ def test_what_was_said_of_a_cut_answer_is_given(
     # Nothing is held that is a call's: without it the same calls are there.
     assert found == parse(call_format, said[: len(said) - len(held)], [])[1]
     assert [(name, json.loads(arguments)) for name, arguments in found[:-1]] == calls[: max(0, len(found) - 1)]
-    if found:
-        name, value = calls[len(found) - 1]
-        assert found[-1][0] == name
-        assert json.dumps(value, ensure_ascii=False).startswith(found[-1][1])
+    if not found:
+        assert shown == said
+        return
+    # With the arguments all is accounted for but the tail of a call, and white space.
+    name, value = calls[len(found) - 1]
+    arguments, tail = json.dumps(value, ensure_ascii=False), written(write, [("f", {})]).partition("{}")[2]
+    begin = len(before + written(write, calls[: len(found)])) - len(tail) - len(arguments)
+    assert found[-1] == [name, said[begin : begin + len(arguments)]]
+    lost = said[begin + len(arguments) :].removesuffix(held)
+    assert len(lost.rstrip()) <= len(tail)
 
 
 @settings(max_examples=150)

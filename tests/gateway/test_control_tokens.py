@@ -51,20 +51,32 @@ async def test_calls_between_control_tokens_are_read(family: Mesh) -> None:
     for end in range(1, len(tokens), 3):
         (choice,) = await whole(family, max_tokens=end)
         message = choice["message"]
-        shown_calls = [_said_of(call) for call in message.get("tool_calls", ())]
-        # Of a value that may have come to its end its likeness is given, too.
-        assert all(
-            f"{name}{arguments}".partition("\n<")[0].rstrip("\ufffd") in NAMED for name, arguments in shown_calls
-        )
         cut = family.text.tokenizer.decode(tokens[:end], skip_special_tokens=False)
         if "tool_calls" not in message:
             assert message["content"] == cut
+            continue
+        # Beside the text before the calls only what was to become one.
+        assert message["content"].startswith("So:")
+        assert cut.endswith(message["content"].removeprefix("So:"))
+        shown_calls = [_said_of(call) for call in message["tool_calls"]]
+        if call_format.has_parameters:
+            _check_parameters(cut, shown_calls)
+        else:
+            begun = [(name, said, len(cut) - answer.index(said)) for name, said in calls]
+            assert shown_calls == [(name, said[:length]) for name, said, length in begun if length > 0]
     # Without tools a control token has no text.
     family.say(answer)
     (plain,) = (await family.chat())["choices"]
     control = family.text.calls.control
     assert control
     assert not any(token in plain["message"]["content"] for token in control)
+
+
+def _check_parameters(cut: str, shown_calls: list[tuple[str, str]]) -> None:
+    # Of a value that may have come to its end its likeness is given, too.
+    assert all(f"{name}{arguments}".partition("\\n")[0] in NAMED for name, arguments in shown_calls)
+    city = cut.partition("<parameter=city>\n")[2].partition("\n")[0]
+    assert city in shown_calls[0][1]
 
 
 def _said_of(call: dict[str, Any]) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -40,6 +41,12 @@ HI = ChatMessages(messages=[ChatMessage(role="user", content="hi")])
 
 def asked(**fields: Any) -> GenerateRequest:
     return GenerateRequest(**{"model": MODEL, "chat": HI, "tools": OFFERED, **fields})
+
+
+def nested(depth: int) -> str:
+    """A schema of lists of lists."""
+    lists = '{"items": ' * depth + "{}" + "}" * depth
+    return f'{{"properties": {{"a": {lists}}}}}'
 
 
 async def answer(mesh: Mesh, **fields: Any) -> tuple[str, list[list[str]], int, list[int]]:
@@ -89,14 +96,16 @@ async def test_text_that_is_like_a_call_is_text(mesh: Mesh, text: str) -> None:
 async def test_a_cut_answer_gives_what_was_said(mesh: Mesh) -> None:
     mesh.say(f"So:\n{CALL}")
     tokens = mesh.text.encode_text(f"So:\n{CALL}")
+    before = f"So:\n{CALL}".index(PARIS)
     for end in range(1, len(tokens), 4):
         text, calls, reason, _ = await answer(mesh, max_tokens=end)
         assert reason == FINISH_REASON_LENGTH
+        cut = mesh.text.tokenizer.decode(tokens[:end], skip_special_tokens=False)
         if calls:
             assert (text, calls[0][1]) == ("So:", "get_weather")
-            assert PARIS.startswith(calls[0][2].rstrip("\ufffd"))
+            assert calls[0][2].rstrip("\ufffd") == cut[before : before + len(PARIS)].rstrip("\ufffd")
         else:
-            assert text == mesh.text.tokenizer.decode(tokens[:end], skip_special_tokens=False)
+            assert text == cut
 
 
 async def test_workers_get_the_grammar_and_the_same_prompt_as_from_the_other_api(mesh: Mesh) -> None:
@@ -124,6 +133,37 @@ async def test_workers_get_the_grammar_and_the_same_prompt_as_from_the_other_api
     assert (await mesh.native.Tokenize(tokenize)).token_ids == native.prompt_token_ids
 
 
+@pytest.mark.parametrize(
+    "schema",
+    ['{"properties": {"a": {"type": "integer", "maximum": 18446744073709551616}}}', *map(nested, (100, 495, 700))],
+    ids=["number", "100", "495", "700"],
+)
+async def test_schemas_of_any_size_are_served_or_refused(mesh: Mesh, schema: str) -> None:
+    mesh.say(NOW)
+    call = mesh.native.Generate(asked(tools=[*OFFERED, Tool(name="f", parameters=schema)]))
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            pass
+    assert await call.code() in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"text": "hi", "tools": OFFERED}, "chat"),
+        ({"chat": HI, "tools": [Tool(name="a b")]}, "1 to 64 letters"),
+        ({"chat": HI, "tools": [*OFFERED, *OFFERED]}, "two functions"),
+        ({"chat": HI, "tools": [Tool(name="f", parameters="{")]}, "tools[0].parameters"),
+        ({"chat": HI, "tools": [Tool(name="f", parameters="[]")]}, "tools[0].parameters"),
+    ],
+)
+async def test_tools_that_cannot_be_counted_are_refused(mesh: Mesh, fields: dict[str, Any], part: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await mesh.native.Tokenize(TokenizeRequest(model=MODEL, **fields))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert part in (caught.value.details() or "")
+
+
 async def test_without_a_call_to_make_answers_are_free(mesh: Mesh) -> None:
     mesh.say(NOW)
     assert (await answer(mesh, tool_choice=ToolChoice(none=True)))[:2] == (NOW, [])
@@ -139,6 +179,8 @@ async def test_without_a_call_to_make_answers_are_free(mesh: Mesh) -> None:
         ({"tools": [Tool(name="f", parameters="{")]}, "tools[0].parameters"),
         ({"tools": [Tool(name="f", parameters='{"type": "string"}')]}, "tools[0].parameters"),
         ({"tools": [Tool(name="f"), Tool(name="f")]}, "two functions"),
+        ({"tools": [Tool(name=f"f{i}") for i in range(129)]}, "at most 128 tools"),
+        ({"tools": [Tool(name="f", parameters=nested(900))]}, "tools[0].parameters"),
         ({"tool_choice": ToolChoice(function="no")}, "no function of that name"),
         ({"tool_choice": ToolChoice()}, "tool_choice"),
         ({"tools": [], "tool_choice": ToolChoice(required=True)}, "no tools to call"),

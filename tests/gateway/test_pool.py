@@ -15,8 +15,9 @@ from services.common.models import resolve_model
 from services.gateway.errors import ContextLengthExceeded, InternalError, InvalidRequest
 from services.gateway.planning import ModelView, Tenant
 from services.gateway.request import GenerationRequest
-from services.gateway.text.pool import Job, ModelMissing, Preparer, TextPool
+from services.gateway.text.pool import INLINE_BYTES, Job, ModelMissing, Preparer, TextPool
 from services.gateway.text.text_model import TextModel
+from services.gateway.tools.offered import ToolOffer, ToolText
 from services.gateway.versions import VersionView
 
 KEY = b"k" * 32
@@ -26,9 +27,10 @@ VIEW = ModelView(
 )  # fmt: skip
 
 
-def job(text: str, model: str = VIEW.name) -> Job:
+def job(text: str, model: str = VIEW.name, offer: ToolOffer | None = None) -> Job:
     versions = {VIEW.name: (VersionView(VIEW, 1.0),)}
-    return Job(views=versions, tenant=Tenant("t"), request=GenerationRequest(model=model, prompts=[text]))
+    request = GenerationRequest(model=model, prompts=[text])
+    return Job(views=versions, tenant=Tenant("t"), request=request, offer=offer)
 
 
 @asynccontextmanager
@@ -50,6 +52,14 @@ async def test_what_takes_too_long_is_ended(text_model: TextModel) -> None:
     async with running_pool(text_model, timeout_s=0.2) as pool:
         with pytest.raises(InvalidRequest, match="too long"):
             await pool.call(time.sleep, 60)
+
+
+async def test_long_schemas_are_parsed_in_a_helper(pool: TextPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they consist of; here nothing is prepared."""
+    monkeypatch.delattr(Preparer, "prepare")
+    numbers = ", ".join(["1"] * INLINE_BYTES)
+    offer = ToolOffer((ToolText("f", "", f'{{"properties": {{"a": {{"enum": [{numbers}]}}}}}}'),))
+    assert (await pool.prepare(job("hi", offer=offer))).plan.functions == {"f": frozenset()}
 
 
 async def test_helpers_and_the_inline_path_agree_fail_and_recover(pool: TextPool, text_model: TextModel) -> None:

@@ -29,7 +29,7 @@ from kvmesh.v1.inference_pb2 import (
 from kvmesh.v1.inference_pb2_grpc import InferenceServicer
 
 from services.gateway.api.edge import Context, abort, as_gateway_error, metadata_of, on_end, send_headers
-from services.gateway.api.native_tools import call_deltas, chat_messages, requested_use, told_tools
+from services.gateway.api.native_tools import call_deltas, chat_messages, told_tools, tool_offer
 from services.gateway.beginning import Begun
 from services.gateway.core import Core, check_request_id
 from services.gateway.errors import InvalidRequest
@@ -41,6 +41,7 @@ from services.gateway.text.detokenizer import decode_all
 from services.gateway.text.pool import helper
 from services.gateway.text.vocabulary import Vocabulary
 from services.gateway.tools.choice_calls import TOOL_CALLS, ChoiceCalls
+from services.gateway.tools.offered import ToolOffer
 
 # More are turned into text in a helper process, so that the streams of others go on.
 _INLINE_TOKENS = 4096
@@ -63,7 +64,7 @@ class InferenceService(InferenceServicer):
             session = self._core.open("generate", metadata_of(context), context.time_remaining(), request.request_id)
             on_end(context, session)
             check_request_id(request.request_id)
-            begun = await self._core.beginner.begin_native(session, generation_request(request))
+            begun = await self._core.beginner.begin_native(session, generation_request(request), tool_offer(request))
             generation, events = begun.generation, begun.events
             with_text = request.return_text if request.HasField("return_text") else True
             calls = self._calls(session, begun)
@@ -106,8 +107,8 @@ class InferenceService(InferenceServicer):
                 chat = chat_messages(request.chat) if request.HasField("chat") else None
                 if chat == [] or (chat is None and not request.HasField("text")):
                     raise InvalidRequest("text or chat must be given", "prompt")
-                base, tools = self._core.catalog.base(model), told_tools(request.tools)
-                encoded: bytes = await self._core.pool.call(_tokenize, base, request.text, chat, tools)
+                base, offer = self._core.catalog.base(model), told_tools(request)
+                encoded: bytes = await self._core.pool.call(_tokenize, base, request.text, chat, offer)
                 return TokenizeResponse.FromString(encoded)
         except Exception as error:
             await abort(context, as_gateway_error(error))
@@ -136,20 +137,18 @@ class InferenceService(InferenceServicer):
 
 
 def generation_request(request: GenerateRequest) -> GenerationRequest:
-    """The domain request of a native one. Raises InvalidRequest when there is no prompt."""
+    """The domain request of a native one, but for its tools. Raises InvalidRequest when there is no prompt."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("a prompt must be given", "prompt")
     prompts: list[str | list[int]] = []
     if kind != "chat":
         prompts = [request.text if kind == "text" else list(request.token_ids.ids)]
-    use = requested_use(request)
     given = {name: getattr(request, name) for name in _OPTIONAL_SAMPLING if request.HasField(name)}  # type: ignore[arg-type]
     return GenerationRequest(
         model=request.model,
         prompts=prompts,
         chat=chat_messages(request.chat) if kind == "chat" else None,
-        tools=told_tools(request.tools) if use is not None else [],
         sampling=Sampling(**given, logit_bias=dict(request.logit_bias)),
         num_choices=request.num_choices if request.HasField("num_choices") else 1,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
@@ -160,7 +159,7 @@ def generation_request(request: GenerateRequest) -> GenerationRequest:
         priority=int(request.priority),
         ttft_s=request.objectives.ttft_s,
         tpot_s=request.objectives.tpot_s,
-        form=_form(request.form) if request.HasField("form") else use,
+        form=_form(request.form) if request.HasField("form") else None,
     )
 
 
@@ -236,8 +235,9 @@ def _detokenize(encoded: bytes) -> bytes:
     return DetokenizeResponse(text=text).SerializeToString()
 
 
-def _tokenize(model: str, text: str, chat: list[dict[str, Any]] | None, tools: list[dict[str, Any]]) -> bytes:
+def _tokenize(model: str, text: str, chat: list[dict[str, Any]] | None, offer: ToolOffer | None) -> bytes:
     """Runs in a helper process; the serialized TokenizeResponse."""
     known = helper().texts[model]
+    tools = offer.told() if offer is not None else []
     ids = known.encode_chat(chat, tools) if chat is not None else known.encode_text(text)
     return TokenizeResponse(token_ids=ids).SerializeToString()

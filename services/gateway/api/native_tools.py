@@ -5,36 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-from kvmesh.v1.inference_pb2 import ChatMessages, GenerateDelta, GenerateRequest, Tool, ToolCallDelta
+from kvmesh.v1.inference_pb2 import (
+    ChatMessages,
+    GenerateDelta,
+    GenerateRequest,
+    TokenizeRequest,
+    Tool,
+    ToolCallDelta,
+)
 
 from services.gateway.errors import InvalidRequest
 from services.gateway.output import Delta
-from services.gateway.request import ToolUse
 from services.gateway.tools.call_parser import Arguments, CallBegin, Piece, Text
-from services.gateway.tools.choice_calls import TOOL_CALLS, ChoiceCalls
-from services.gateway.tools.offered import AUTO, NONE, REQUIRED, Offered, tool_use
+from services.gateway.tools.choice_calls import ChoiceCalls
+from services.gateway.tools.offered import AUTO, NONE, REQUIRED, ToolOffer, ToolText, check_number
+
+_CHAT_ALONE = "tools go with a chat alone"
 
 
-def requested_use(request: GenerateRequest) -> ToolUse | None:
-    """None when nothing may be called. Raises InvalidRequest."""
+def tool_offer(request: GenerateRequest) -> ToolOffer | None:
+    """None when there is nothing about tools in a request. Raises InvalidRequest."""
+    if not request.tools and not request.HasField("tool_choice"):
+        return None
     choice, named = _choice(request)
     parallel = request.parallel_tool_calls or not request.HasField("parallel_tool_calls")
-    use = tool_use(_offered(request.tools), choice, named, parallel=parallel)
-    if use is None:
+    offer = ToolOffer(_tools(request.tools), choice, named, parallel)
+    if request.tools and choice != NONE:
+        _check_beside_tools(request)
+    return offer
+
+
+def told_tools(request: TokenizeRequest) -> ToolOffer | None:
+    """Those that the model is told of in a chat. Raises InvalidRequest."""
+    if not request.tools:
         return None
     if not request.HasField("chat"):
-        raise InvalidRequest("tools go with a chat alone", "tools")
-    if request.HasField("form"):
-        raise InvalidRequest("form cannot go with tools unless tool_choice is none", "form")
-    if request.HasField("return_text") and not request.return_text:
-        raise InvalidRequest("return_text: calls are read in the text", "return_text")
-    return use
-
-
-def told_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """What the model is told. Raises InvalidRequest for a schema that is no JSON."""
-    return [one.told() for one in _offered(tools)]
+        raise InvalidRequest(_CHAT_ALONE, "tools")
+    return ToolOffer(_tools(request.tools))
 
 
 def chat_messages(chat: ChatMessages) -> list[dict[str, Any]]:
@@ -47,7 +54,7 @@ def chat_messages(chat: ChatMessages) -> list[dict[str, Any]]:
         if message.tool_calls:
             if message.role != "assistant":
                 raise InvalidRequest("only messages of the assistant have tool_calls", f"messages[{i}].tool_calls")
-            told[TOOL_CALLS] = [
+            told["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in message.tool_calls
             ]
@@ -93,17 +100,15 @@ def _choice(request: GenerateRequest) -> tuple[str, str | None]:
     return AUTO, None
 
 
-def _offered(tools: Sequence[Tool]) -> list[Offered]:
-    return [
-        Offered(tool.name, tool.description or None, _schema(tool.parameters, f"tools[{i}].parameters"), f"tools[{i}]")
-        for i, tool in enumerate(tools)
-    ]
+def _tools(tools: Sequence[Tool]) -> tuple[ToolText, ...]:
+    check_number(len(tools))
+    return tuple(ToolText(tool.name, tool.description, tool.parameters) for tool in tools)
 
 
-def _schema(parameters: str, field: str) -> Any:
-    if not parameters:
-        return None
-    try:
-        return msgspec.json.decode(parameters)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{field}: the schema is not valid JSON: {error}", field) from None
+def _check_beside_tools(request: GenerateRequest) -> None:
+    if not request.HasField("chat"):
+        raise InvalidRequest(_CHAT_ALONE, "tools")
+    if request.HasField("form"):
+        raise InvalidRequest("form cannot go with tools unless tool_choice is none", "form")
+    if request.HasField("return_text") and not request.return_text:
+        raise InvalidRequest("return_text: calls are read in the text", "return_text")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.tools.call_parser import Arguments, CallBegin, Piece, Text
-from services.gateway.tools.choice_calls import TOOL_CALLS, ChoiceCalls
+from services.gateway.tools.choice_calls import ChoiceCalls
 
 
 class CallDeltas:
@@ -39,21 +39,21 @@ class CallDeltas:
                 return {"content": text}
             case CallBegin(index, name):
                 function = {"name": name, "arguments": ""}
-                return {TOOL_CALLS: [{"index": index, **_call(self._calls.call_id(index), function)}]}
+                return {"tool_calls": [{"index": index, **_call(self._calls.call_id(index), function)}]}
             case Arguments(index, text):
-                return {TOOL_CALLS: [{"index": index, "function": {"arguments": text}}]}
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
 def message_fields(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The fields of a message that consists of these deltas: content, null where it has none, and its calls."""
     texts = [delta["content"] for delta in deltas if "content" in delta]
     calls: list[dict[str, Any]] = []
-    for part in (part for delta in deltas for part in delta.get(TOOL_CALLS, ())):
+    for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
         if "id" in part:
             calls.append(_call(part["id"], dict(part["function"])))
         else:
             calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    return {"content": "".join(texts) if texts else None, **({TOOL_CALLS: calls} if calls else {})}
+    return {"content": "".join(texts) if texts else None, **({"tool_calls": calls} if calls else {})}
 
 
 def _call(call_id: str, function: dict[str, str]) -> dict[str, Any]:

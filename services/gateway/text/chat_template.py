@@ -79,9 +79,11 @@ class ChatTemplate:
         special_tokens: Sequence[str],
         variables: Mapping[str, str],
         call_format: str | None = None,
+        is_for_tools: bool = False,
     ) -> None:
         """variables: what templates expect beside the messages, such as bos_token. call_format: as it is set.
 
+        is_for_tools: it takes tools for granted, so where there are none it is given an empty list.
         Raises ConfigurationError.
         """
         try:
@@ -90,6 +92,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigurationError(f"chat template: {error}") from None
         self._variables = dict(variables)
+        self._no_tools: list[Any] | None = [] if is_for_tools else None
         longest_first = sorted((token for token in special_tokens if token), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -112,7 +115,7 @@ class ChatTemplate:
             for part in self._template.generate(
                 messages=messages,
                 add_generation_prompt=True,
-                tools=(tools or None) if self.calls.is_native else None,
+                tools=(tools or self._no_tools) if self.calls.is_native else None,
                 documents=None,
                 **self._variables,
             ):
@@ -126,7 +129,14 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages: {type(error).__name__}", "messages"
             ) from None
-        return Rendered("".join(parts), guard, self._special)
+        text = "".join(parts)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                "the messages have half of a surrogate pair, which is no character", "messages"
+            ) from None
+        return Rendered(text, guard, self._special)
 
     def _guarded(self, value: Any, guard: str) -> Any:
         """A value with the guard in every special token of its texts."""

@@ -28,6 +28,7 @@ from services.gateway.planning import Tenant, make_plan
 from services.gateway.request import GenerationRequest, Plan
 from services.gateway.text.chat_template import strings_of
 from services.gateway.text.text_model import TextModel, load_text_models
+from services.gateway.tools.offered import ToolOffer, with_tools
 from services.gateway.versions import Views, choose, conversation_key, resolved
 
 INLINE_BYTES = 4096
@@ -38,6 +39,7 @@ _log = structlog.get_logger("gateway.text")
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One preparation. Exactly one of body (OpenAI, with its endpoint) and request (native) is given.
 
+    offer: tools of a native request that are not in it yet.
     model: answers in place of the one that was asked for; empty: nobody does. views: the versions of each name.
     adapters: that may be asked for. aliases: models by their other names.
     """
@@ -49,6 +51,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     body: bytes | None = None
     request: GenerationRequest | None = None
+    offer: ToolOffer | None = None
     model: str = ""
 
 
@@ -77,6 +80,8 @@ class Preparer:
         if job.body is not None:
             request, reply = parse_openai(job.endpoint, job.body)
         assert request is not None
+        if job.offer is not None:
+            request = with_tools(request, job.offer)
         model = job.model or resolved(request.model, self.texts, job.aliases)
         if not model:
             raise InvalidRequest("model must be given: there is no default model", "model")
@@ -163,7 +168,7 @@ def _size(job: Job) -> int:
         return len(job.body)
     request = job.request
     assert request is not None
-    texts = sum(map(len, strings_of([request.chat or (), request.tools])))
+    texts = sum(map(len, strings_of(request.chat or ()))) + (job.offer.size if job.offer is not None else 0)
     return texts + sum(len(prompt) for prompt in request.prompts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -23,7 +23,10 @@ from services.gateway.tools.call_format import HERMES
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """One model's text side. `digest` is compared with what its workers report. tool_template: of chats with tools."""
+    """One model's text side.
+
+    digest: compared with what its workers report. tool_template: of chats with tools, or with calls and results.
+    """
 
     name: str
     tokenizer: Tokenizer
@@ -43,7 +46,8 @@ class TextModel:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Tokens of a templated chat. Only the template's own special tokens count. Raises InvalidRequest."""
-        template = self.tool_template if tools else self.chat_template
+        about_calls = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        template = self.tool_template if about_calls else self.chat_template
         if template is None:
             raise InvalidRequest(f"the model {self.name} has no chat template; use completions", "messages")
         token_ids: list[int] = []
@@ -79,21 +83,27 @@ def load_text_model(source: ModelSource, call_format: str | None = None) -> Text
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     vocabulary = build_vocabulary(tokenizer)
     template, own_tool_template = (
-        ChatTemplate(source_text, special_tokens=special, variables=loaded.variables, call_format=call_format)
+        ChatTemplate(
+            source_text,
+            special_tokens=special,
+            variables=loaded.variables,
+            call_format=call_format,
+            is_for_tools=is_for_tools,
+        )
         if source_text
         else None
-        for source_text in (loaded.template, loaded.tool_template)
+        for source_text, is_for_tools in ((loaded.template, False), (loaded.tool_template, True))
     )
-    tool_template = own_tool_template or template
+    # One for tools takes them for granted, so it renders no chat whose functions stand in the system message.
+    has_own = own_tool_template is not None and own_tool_template.calls.is_native
+    tool_template = own_tool_template if has_own else template
     return TextModel(
         name=source.name,
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         chat_template=template,
         tool_template=tool_template,
-        calls=model_calls(
-            tool_template.calls if tool_template else Calls(HERMES, is_native=False), tokenizer, vocabulary
-        ),
+        calls=model_calls(_calls(tool_template, own_tool_template), tokenizer, vocabulary),
         eos_token_ids=loaded.eos_token_ids,
         digest=tokenizer_digest(source),
         longest_token_bytes=max([len(token) for token in vocabulary.token_bytes] + [len(t.encode()) for t in special]),
@@ -101,6 +111,13 @@ def load_text_model(source: ModelSource, call_format: str | None = None) -> Text
             gguf_defaults(source.name, loaded.sampling) if source.is_gguf else folder_defaults(loaded.sampling)
         ),
     )
+
+
+def _calls(template: ChatTemplate | None, own: ChatTemplate | None) -> Calls:
+    """template: of chats with tools. own: the model's template for tools alone, even where it is not that."""
+    calls = template.calls if template is not None else Calls(HERMES, is_native=False)
+    is_unknown = calls.is_unknown or (own is not None and own.calls.is_unknown and not calls.is_native)
+    return replace(calls, is_unknown=is_unknown)
 
 
 def load_text_models(sources: Iterable[ModelSource], call_formats: Mapping[str, str]) -> dict[str, TextModel]:

@@ -24,6 +24,7 @@ from services.gateway.tools.call_format import (
     format_of_template,
     short_id,
 )
+from services.gateway.tools.parameters import whole_arguments
 
 Message = Mapping[str, Any]
 # Small models answer in whichever of the tags they have read last.
@@ -64,7 +65,10 @@ def calls_of(source: str, environment: jinja2.Environment, setting: str | None) 
 
 
 def with_objects(messages: Sequence[Message], call_format: CallFormat) -> list[dict[str, Any]]:
-    """Messages as templates that know tools expect them: the arguments of calls are objects, where they are JSON."""
+    """Messages as templates that know tools expect them: the arguments of calls are objects, where they are JSON.
+
+    Templates of a format that has parameters take nothing but objects: of arguments that were cut, what is whole.
+    """
     chat = list(_single_calls(messages)) if call_format.is_single else messages
     return [_for_template(message, call_format) for message in chat]
 
@@ -75,7 +79,7 @@ def as_text(
     """The chat for a template that knows no tools. Results that follow each other are one message."""
     chat: list[dict[str, Any]] = []
     follows_result = False
-    for message in messages:
+    for message in _single_calls(messages) if call_format.is_single else messages:
         is_result = message["role"] == "tool"
         if is_result and follows_result:
             chat[-1]["content"] += f"\n{_result(message)}"
@@ -107,8 +111,9 @@ def _result(message: Message) -> str:
 
 
 def _without_calls(message: Message, call_format: CallFormat) -> dict[str, Any]:
+    called = [call["function"] for call in message.get("tool_calls", ())]
     calls = call_format.text(
-        [(call["function"]["name"], call["function"]["arguments"] or "{}") for call in message.get("tool_calls", ())]
+        [(one["name"], one["arguments"] or "{}") for one in called], after_text=bool(message["content"])
     )
     content = "\n".join(part for part in (message["content"], calls) if part)
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
@@ -144,9 +149,14 @@ def _for_template(message: Message, call_format: CallFormat) -> dict[str, Any]:
 
 def _with_object(call: Mapping[str, Any], call_format: CallFormat) -> dict[str, Any]:
     function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:  # of an answer that was cut
-        arguments = function["arguments"]
     named = {"id": short_id(call["id"])} if call_format.has_short_ids else {}
-    return {**call, **named, "function": {**function, "arguments": arguments}}
+    return {**call, **named, "function": {**function, "arguments": _object(function["arguments"] or "{}", call_format)}}
+
+
+def _object(arguments: str, call_format: CallFormat) -> Any:
+    if call_format.has_parameters:
+        return whole_arguments(arguments)
+    try:
+        return json.loads(arguments)
+    except ValueError:  # of an answer that was cut
+        return arguments

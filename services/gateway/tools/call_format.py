@@ -61,11 +61,11 @@ class CallFormat:
         further = [(after + self.between, True) for after in self.after_arguments] if self.end else []
         return closed + further
 
-    def text(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls as an answer has them, each a name and arguments as JSON."""
+    def text(self, calls: Sequence[tuple[str, str]], *, after_text: bool = False) -> str:
+        """Calls as an answer has them, each a name and arguments as JSON. after_text: there is text before them."""
         if not calls:
             return ""
-        tag = "" if self.tag_is_optional else self.tag
+        tag = "" if self.tag_is_optional and not after_text else self.tag
         before_arguments = self.before_arguments.replace(ANY, "0")
         written = [
             f"{self.before_name[0]}{name}{before_arguments}{self._arguments(arguments)}{self.after_arguments[0]}"
@@ -145,6 +145,8 @@ GENERIC = "generic"
 FORMATS = {one.name: one for one in (HERMES, QWEN_CODER, LLAMA3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_ARGS)}
 # GLM has calls between Hermes' tags, too.
 _OF_GLM = "<arg_key>"
+# Llama 4 may have calls as Llama 3 has them, and others as Python.
+_OF_LLAMA4 = "<|python_start|>"
 
 
 def short_id(text: str) -> str:
@@ -156,6 +158,8 @@ def short_id(text: str) -> str:
 
 def format_of_template(source: str) -> CallFormat | None:
     """The format of the calls in a chat template; None where there is none that is known."""
+    if _OF_LLAMA4 in source:
+        return None
     if MISTRAL.tag in source:
         if "[ARGS]" not in source:
             return MISTRAL

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from services.gateway.errors import InvalidRequest
-from services.gateway.request import Function, ToolUse
+from services.gateway.request import Function, GenerationRequest, ToolUse
 from services.gateway.tools.call_format import NAME
 from services.gateway.tools.tool_use import MAX_CALLS, MAX_TOOLS
 
@@ -42,6 +44,49 @@ class Offered:
         return Function(self.name, parameters, field)
 
 
+class ToolText(msgspec.Struct, frozen=True):
+    """One function. description, schema (of its parameters, as JSON): empty for none."""
+
+    name: str
+    description: str
+    schema: str
+
+
+class ToolOffer(msgspec.Struct, frozen=True):
+    """Functions whose schemas are still to be parsed. choice, named, parallel: see `tool_use`."""
+
+    tools: tuple[ToolText, ...]
+    choice: str = AUTO
+    named: str | None = None
+    parallel: bool = True
+
+    @property
+    def size(self) -> int:
+        """Characters of all of them."""
+        return sum(len(tool.name) + len(tool.description) + len(tool.schema) for tool in self.tools)
+
+    def told(self) -> list[dict[str, Any]]:
+        """What the model is told of them. Raises InvalidRequest."""
+        offered = _parsed(self.tools)
+        _checked(offered)
+        return [one.told() for one in offered]
+
+
+def with_tools(request: GenerationRequest, offer: ToolOffer) -> GenerationRequest:
+    """A request that may call what is offered to it; the same where that is nothing. Raises InvalidRequest."""
+    offered = _parsed(offer.tools)
+    use = tool_use(offered, offer.choice, offer.named, parallel=offer.parallel)
+    if use is None:
+        return request
+    return msgspec.structs.replace(request, form=use, tools=[one.told() for one in offered])
+
+
+def check_number(num_tools: int) -> None:
+    """Raise InvalidRequest for more than MAX_TOOLS."""
+    if num_tools > MAX_TOOLS:
+        raise InvalidRequest(f"at most {MAX_TOOLS} tools, not {num_tools}", "tools")
+
+
 def tool_use(offered: Sequence[Offered], choice: str, named: str | None, *, parallel: bool) -> ToolUse | None:
     """None when nothing may be called. named: the one function to call, whatever the choice. Raises InvalidRequest."""
     functions = _checked(offered)
@@ -58,11 +103,26 @@ def tool_use(offered: Sequence[Offered], choice: str, named: str | None, *, para
 
 
 def _checked(offered: Sequence[Offered]) -> list[Function]:
-    if len(offered) > MAX_TOOLS:
-        raise InvalidRequest(f"at most {MAX_TOOLS} tools, not {len(offered)}", "tools")
+    check_number(len(offered))
     functions: list[Function] = []
     for one in offered:
         if any(one.name == function.name for function in functions):
             raise InvalidRequest("two functions have this name", f"{one.at}.name")
         functions.append(one.checked())
     return functions
+
+
+def _parsed(tools: Sequence[ToolText]) -> list[Offered]:
+    return [
+        Offered(tool.name, tool.description or None, _schema(tool.schema, f"tools[{i}].parameters"), f"tools[{i}]")
+        for i, tool in enumerate(tools)
+    ]
+
+
+def _schema(text: str, field: str) -> Any:
+    if not text:
+        return None
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{field}: the schema is not valid JSON: {error}", field) from None

@@ -8,12 +8,16 @@ Paris
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 BEGIN, NAMED, END = "<parameter=", ">\n", "\n</parameter>\n"
 # Text that keeps to one of these is written as JSON, which grammars can hold to it.
 _BOUNDS = {"const", "pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "not", "if", "$ref"}
+
+_DECODER = json.JSONDecoder()
+_OPENED, _COLON, _COMMA = re.compile(r"\s*\{\s*"), re.compile(r"\s*:\s*"), re.compile(r"\s*,\s*")
 
 
 def is_text(schema: Any) -> bool:
@@ -31,16 +35,39 @@ def text_parameters(parameters: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name for name, schema in known if is_text(schema))
 
 
-def parameters_text(arguments: str) -> str:
-    """A JSON object as a call has it; nothing for what is none, such as arguments that were cut."""
+def whole_arguments(arguments: str) -> dict[str, Any]:
+    """What a JSON object holds; of one that was cut the values that are whole, of anything else nothing."""
     try:
         given = json.loads(arguments)
     except ValueError:
-        return ""
-    known = given.items() if isinstance(given, dict) else ()
+        return _whole_fields(arguments)
+    return given if isinstance(given, dict) else {}
+
+
+def _whole_fields(cut: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    at = _OPENED.match(cut)
+    while at is not None:
+        try:
+            name, end = _DECODER.raw_decode(cut, at.end())
+            colon = _COLON.match(cut, end)
+            if colon is None or not isinstance(name, str):
+                break
+            value, end = _DECODER.raw_decode(cut, colon.end())
+        except ValueError:
+            break
+        # Behind a number alone there may have been more of it.
+        at = _COMMA.match(cut, end)
+        if at is not None or not isinstance(value, int | float) or isinstance(value, bool):
+            fields[name] = value
+    return fields
+
+
+def parameters_text(arguments: str) -> str:
+    """A JSON object as a call has it; see `whole_arguments`."""
     return "".join(
         f"{BEGIN}{name}{NAMED}{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}{END}"
-        for name, value in known
+        for name, value in whole_arguments(arguments).items()
     )
 
 

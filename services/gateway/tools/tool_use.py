@@ -28,6 +28,15 @@ _COMBINING = {"additionalProperties", "unevaluatedProperties", "patternPropertie
     "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas",
 }  # fmt: skip
 _PATTERN_CHARACTERS = re.compile(r"[\\^$.|?*+()\[\]{}/]")
+# What else bears on an object as a whole.
+_OF_OBJECTS = _COMBINING - {"additionalProperties"} | {
+    "const", "enum", "minProperties", "maxProperties", "propertyNames", "then", "else", "dependencies",
+    "dependentRequired", "$recursiveRef",
+}  # fmt: skip
+# Where the values of a schema's keyword are schemas by names, and where they are none.
+_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+_NO_SCHEMAS = {"const", "enum", "default", "example", "examples"}
+_KEPT = ("#/$defs/", "#/definitions/")
 # In the name of an argument that is written in a tag.
 _UNWRITABLE = re.compile(r"[>\n]")
 _ANYTHING = r"/(.|\n)*/"
@@ -48,10 +57,30 @@ def tool_form(use: ToolUse, call_format: CallFormat, control: Mapping[str, int])
 def _is_said_by_properties(schema: Mapping[str, Any]) -> bool:
     """Whether a schema's properties tell all arguments, with names that can be written in a tag."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if _COMBINING & schema.keys() - {"additionalProperties"} or not isinstance(properties, Mapping):
+    if _OF_OBJECTS & schema.keys() or not isinstance(properties, Mapping):
         return False
     are_named = isinstance(required, list) and all(name in properties for name in required if isinstance(name, str))
     return are_named and not any(map(_UNWRITABLE.search, properties))
+
+
+def _refers_to_definitions_alone(schema: Any) -> bool:
+    """Whether every reference in a schema is to its `$defs` or `definitions`, which each argument's schema has too."""
+    left = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, list):
+            left += one
+        if not isinstance(one, Mapping):
+            continue
+        reference = one.get("$ref", _KEPT[0])
+        if isinstance(reference, str) and not reference.startswith(_KEPT):
+            return False
+        for keyword, value in one.items():
+            if keyword in _BY_NAME and isinstance(value, Mapping):
+                left += value.values()
+            elif keyword not in _NO_SCHEMAS:
+                left.append(value)
+    return True
 
 
 def _value(schema: Any, definitions: Mapping[str, Any]) -> str:
@@ -67,6 +96,11 @@ def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arguments that a schema does not name are none, unless it says otherwise: functions seldom take them."""
     closed = {"type": "object", **parameters}
     return closed if _COMBINING & closed.keys() else {**closed, "additionalProperties": False}
+
+
+def _literal(text: str) -> str:
+    """A text in a regular expression of Lark's notation."""
+    return _PATTERN_CHARACTERS.sub(r"\\\g<0>", text)
 
 
 class _Rules:
@@ -90,9 +124,9 @@ class _Rules:
         else:
             bare = " | calls" if self._format.tag_is_optional else ""
             yield f"start: TEXT | until_tag calls{bare}"
-            # Lazy: text that has come to the tag is no text any more. A control token is in no text anyway.
+            # Lazy: text that has come to the tag is no text any more. A control token ends text anyway.
             yield f"until_tag{'' if tag in self._control else '[lazy]'}: TEXT {self._text(tag)}"
-            yield f"TEXT: {_ANYTHING}{self._no_bare_call()}"
+            yield f"TEXT: {_ANYTHING}{self._no_spelled_tag()}{self._no_bare_call()}"
         yield f"calls: {self._any_of(self._format.begin)} call {self._further()} {self._text(self._format.end)}"
         yield f"call: {' | '.join(f'call_{i}' for i in range(len(self._functions)))}"
         if self._format.has_parameters:
@@ -116,6 +150,9 @@ class _Rules:
         if not _is_said_by_properties(schema):
             detail = "the model writes arguments one by one, so `properties` alone has to say which there are"
             raise InvalidRequest(f"{function.field}: {detail}", function.field)
+        if not _refers_to_definitions_alone(schema):
+            detail = "the model writes arguments one by one, so a $ref begins with #/$defs/ or #/definitions/"
+            raise InvalidRequest(f"{function.field}: {detail}", function.field)
         definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         for name, own in schema.get("properties", {}).items():
             part = f"{json.dumps(BEGIN + name + NAMED)} {_value(own, definitions)}"
@@ -127,17 +164,22 @@ class _Rules:
         begin = "" if self._format.end else self._any_of(self._format.begin)
         return f"({self._text(self._format.between + again)} {begin} call){{0,{further}}}" if further else ""
 
+    def _no_spelled_tag(self) -> str:
+        """Text does not spell a tag that is a control token: it would be read as one."""
+        tag = self._format.tag
+        return rf" & ~/(.|\n)*{_literal(tag)}(.|\n)*/" if tag in self._control else ""
+
     def _no_bare_call(self) -> str:
-        """Text does not begin as a call of one of the functions does."""
+        """Text does not begin as a call of one of the functions does, nor so behind the space that some models add."""
         if not self._format.tag_is_optional:
             return ""
         heads = "|".join(
-            _PATTERN_CHARACTERS.sub(r"\\\g<0>", f"{begin}{before}{function.name}")
+            _literal(f"{begin}{before}{function.name}")
             for begin in self._format.begin
             for before in self._format.before_name
             for function in self._functions
         )
-        return rf" & ~/({heads})\"(.|\n)*/"
+        return rf" & ~/ ?({heads})\"(.|\n)*/"
 
     def _any_of(self, texts: Sequence[str]) -> str:
         written = [self._text(text) for text in texts if text]
