@@ -74,7 +74,7 @@ async def test_calls_between_control_tokens_are_read(family: Mesh) -> None:
 
 def _check_parameters(cut: str, shown_calls: list[tuple[str, str]]) -> None:
     # Of a value that may have come to its end its likeness is given, too.
-    assert all(f"{name}{arguments}".partition("\\n")[0] in NAMED for name, arguments in shown_calls)
+    assert all(f"{name}{arguments}".partition("\n")[0] in NAMED for name, arguments in shown_calls)
     city = cut.partition("<parameter=city>\n")[2].partition("\n")[0]
     assert city in shown_calls[0][1]
 
