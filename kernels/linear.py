@@ -1,8 +1,8 @@
 """Linear layers whose rows never influence each other: the plain-torch form, and the packing of the compiled one.
 
 Exact mode needs the same bits for a row whatever rows stand beside it. The compiled form has that by construction.
-Torch takes other paths for a few rows (FP32: 1, 2, 3, 5 and 7 rows; BF16: a single row when k is large), hence the
-padding.
+Torch takes other paths for other numbers of rows: in BF16 for a single one when k is large, hence the padding; in FP32
+on some processors for any, so that each call has as many.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# Of torch 2.13 on CPU: row counts that are multiples of this all give a row the same bits, in FP32 and BF16.
-ROW_MULTIPLE = 4
+# Of torch 2.13 on CPU: row counts that are multiples of this all give a row the same bits in BF16.
+_BF16_MULTIPLE = 4
+# Of each call in FP32; a row's bits do not depend on its place among them.
+_F32_ROWS = 16
 # Output columns of one panel of the packed form; gate and up alternate in halves of it.
 PANEL_COLUMNS = 32
 HALF_PANEL = PANEL_COLUMNS // 2
@@ -20,8 +22,12 @@ HALF_PANEL = PANEL_COLUMNS // 2
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, k] times weight [n, k] transposed, in their common dtype; float32 [T, n], bias float32 [n] added last."""
     rows = len(x)
-    padded = F.pad(x, (0, 0, 0, -rows % ROW_MULTIPLE))
-    product = F.linear(padded, weight)[:rows].float()
+    if x.dtype == torch.float32:
+        padded = F.pad(x, (0, 0, 0, -rows % _F32_ROWS))
+        product = torch.cat([F.linear(part, weight) for part in padded.split(_F32_ROWS)])[:rows]
+    else:
+        padded = F.pad(x, (0, 0, 0, -rows % _BF16_MULTIPLE))
+        product = F.linear(padded, weight)[:rows].float()
     return product if bias is None else product + bias
 
 
