@@ -20,6 +20,8 @@ from services.worker.rank_calls import reachable_host
 NO_MODEL = "none"
 # Of one replica.
 MOST_RANKS = 64
+# With rank_hosts: steps wait for what is on its way.
+MOST_SPREAD_STAGING_BYTES = 2**29
 # Settings of what a simulated worker does not do.
 _NOT_SIMULATED = frozenset(
     {
@@ -115,7 +117,7 @@ class WorkerSettings(ServiceSettings):
         0,
         ge=0,
         description="Shared memory in which blocks stop over on their way from and to other processes; 0: none on cpu, "
-        "where the pool itself is shared, 128 MiB with rank_hosts, 1 GiB on cuda.",
+        "where the pool itself is shared, 128 MiB with rank_hosts and at most 512 MiB, 1 GiB on cuda.",
     )
     num_blocks: int = Field(0, ge=0, description="Blocks of the pool, going before kv_cache_bytes; 0: by size.")
     max_context: int = Field(0, ge=0, description="Most tokens of a sequence; 0: what the model allows.")
@@ -279,6 +281,8 @@ def _check_rank_hosts(settings: WorkerSettings) -> None:
         raise ConfigurationError(
             f"{asked}: {settings.num_ranks} processes do not divide over {hosts} hosts; pipeline_parallel sets stages"
         )
+    if settings.staging_bytes > MOST_SPREAD_STAGING_BYTES:
+        raise ConfigurationError(f"worker: staging_bytes={settings.staging_bytes}: at most {MOST_SPREAD_STAGING_BYTES}")
     reachable_host(settings)
 
 

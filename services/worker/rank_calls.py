@@ -21,13 +21,19 @@ from services.worker.errors import StartFailed
 _GREETING = struct.Struct("<32sI")
 _ANY_HOST = ("", "0.0.0.0", "::")
 _GREET_TIMEOUT_S = 5.0
+_MOST_GREETINGS = 64
+# After a call that could not be taken: descriptors may have run out.
+_ACCEPT_PAUSE_S = 0.1
 _log = structlog.get_logger()
 
 
 def reachable_host(settings: ServiceSettings) -> str:
-    """The address of this host at which ranks on other hosts reach those here. Raises ConfigurationError."""
-    host = settings.advertise_host or settings.listen.rpartition(":")[0]
-    if host.strip("[]") in _ANY_HOST:
+    """The name or address of this host, without brackets, by which ranks on other hosts reach those here.
+
+    Raises ConfigurationError.
+    """
+    host = (settings.advertise_host or settings.listen.rpartition(":")[0]).strip("[]")
+    if host in _ANY_HOST:
         raise ConfigurationError(
             f"{settings.service}: listen={settings.listen!r}: advertise_host must say how ranks on other hosts reach it"
         )
@@ -35,17 +41,18 @@ def reachable_host(settings: ServiceSettings) -> str:
 
 
 def listening(host: str) -> socket.socket:
-    """A socket on a free port of one of this host's addresses. Raises StartFailed."""
+    """A socket on a free port of one of this host's addresses, without brackets. Raises StartFailed."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
     except OSError as error:
         raise StartFailed(f"cannot listen on {host} for ranks on other hosts: {error.strerror or error}") from None
 
 
 def address_of(listener: socket.socket, host: str) -> str:
-    """The address by which others reach it."""
-    return f"{host}:{listener.getsockname()[1]}"
+    """The "host:port" by which others reach it; an IPv6 address is put in brackets."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"{shown}:{listener.getsockname()[1]}"
 
 
 async def call_worker(address: str, token: bytes, rank: int, timeout_s: float) -> socket.socket:
@@ -75,19 +82,27 @@ class RankCalls:
         self.address = address_of(self._listener, host)
         self.token = secrets.token_bytes(32)
         self._links: dict[int, asyncio.Future[socket.socket]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._greetings = asyncio.Semaphore(_MOST_GREETINGS)
+        self._greeting: dict[asyncio.Task[None], socket.socket] = {}
+        self._accepting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> RankCalls:
-        self._tasks.add(asyncio.create_task(self._accept()))
+        self._accepting = asyncio.create_task(self._accept())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        assert self._accepting is not None
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
         self._listener.close()
+        greeting = dict(self._greeting)
+        for task in greeting:
+            task.cancel()
+        await asyncio.gather(*greeting, return_exceptions=True)
+        for sock in greeting.values():
+            sock.close()
         for link in self._links.values():
             if link.done() and not link.cancelled():
                 link.result().close()
@@ -106,10 +121,21 @@ class RankCalls:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, address = await loop.sock_accept(self._listener)
+            await self._greetings.acquire()
+            try:
+                sock, address = await loop.sock_accept(self._listener)
+            except OSError as error:
+                self._greetings.release()
+                _log.warning("a call cannot be taken", error=str(error))
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
             task = asyncio.create_task(self._greeted(_without_delay(sock), address))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._greeting[task] = sock
+            task.add_done_callback(self._greeted_out)
+
+    def _greeted_out(self, task: asyncio.Task[None]) -> None:
+        del self._greeting[task]
+        self._greetings.release()
 
     async def _greeted(self, sock: socket.socket, address: object) -> None:
         try:
@@ -117,9 +143,6 @@ class RankCalls:
                 token, rank = _GREETING.unpack(await _exactly(sock, _GREETING.size))
         except (OSError, TimeoutError, EOFError):
             token, rank = b"", 0
-        except asyncio.CancelledError:
-            sock.close()
-            raise
         if not hmac.compare_digest(token, self.token) or self._link(rank).done():
             _log.warning("a call that is no rank's of this replica", address=address)
             sock.close()

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from kvmesh.v1 import rank_host_pb2
@@ -27,20 +27,21 @@ from services.worker.engine.config import EngineConfig, RankConfig, SpreadConfig
 from services.worker.engine_messages import FromEngineToFront, FromRankToFront
 from services.worker.errors import RankLost, StartFailed
 from services.worker.rank_calls import RankCalls, address_of, listening, reachable_host
-from services.worker.remote_rank import RemoteRank
+from services.worker.remote_rank import Leaving, RemoteRank
 
 _MODULE = "services.worker.engine"
 _CAUSE_TIMEOUT_S = 2.0
 _CALL_TIMEOUT_S = 5.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """ranks: those other than the engine, rank 0, in their order. leaving: set when a rank host is about to stop."""
+    """ranks: those other than the engine, rank 0, in their order. leaving: told when a rank host is about to stop."""
 
     engine: Part
     ranks: tuple[Part, ...] = ()
-    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    leaving: Leaving = field(default_factory=Leaving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ async def start_engines(
         parts.append(await _start("engine", config, fds, FromEngineToFront))
         return Engines(parts[0])
     config = msgspec.structs.replace(config, threads=rank_threads(settings))
-    group = _Group(settings, config, name, asyncio.Event())
+    group = _Group(settings, config, name, Leaving())
     # Before those here, with which they would go as if they had died.
     stack.push_async_callback(_end_all, group.others)
     async with AsyncExitStack() as links:
@@ -113,6 +114,20 @@ async def together(*waits: Coroutine[Any, Any, Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def unless_leaving(leaving: Leaving, work: Coroutine[Any, Any, T]) -> T:
+    """Its result. Raises StartFailed, the work being cancelled, when a rank host is about to stop."""
+    task, told = asyncio.create_task(work), asyncio.create_task(leaving.wait())
+    try:
+        await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise StartFailed(f"rank host {leaving.host} is stopping")
+        return task.result()
+    finally:
+        task.cancel()
+        told.cancel()
+        await asyncio.gather(task, told, return_exceptions=True)
+
+
 def _lost_another(task: asyncio.Future[Any]) -> bool:
     error = task.exception()
     return isinstance(error, StartFailed) and error.kind == RankLost.__name__
@@ -142,9 +157,7 @@ class _Group:
     then shows.
     """
 
-    def __init__(
-        self, settings: WorkerSettings, config: EngineConfig, name: ReplicaName, leaving: asyncio.Event
-    ) -> None:
+    def __init__(self, settings: WorkerSettings, config: EngineConfig, name: ReplicaName, leaving: Leaving) -> None:
         self.leaving = leaving
         self.others: list[RemoteRank] = []
         self._settings = settings
@@ -162,7 +175,7 @@ class _Group:
         host = reachable_host(settings)
         store = links.enter_context(listening(host))
         self._store_fd = store.fileno()
-        self._spread = SpreadConfig(store_address=address_of(store, host), own_host=host.strip("[]"))
+        self._spread = SpreadConfig(store_address=address_of(store, host), own_host=host)
         calls = await links.enter_async_context(RankCalls(host))
         share = local_ranks(settings)
         for rank in range(share, settings.num_ranks):

@@ -70,12 +70,32 @@ class RemoteLink:
             await self._changed.wait()
 
 
+class Leaving:
+    """Whether a rank host of a replica is about to stop: the first that says so, and the seconds it leaves."""
+
+    def __init__(self) -> None:
+        self.host = ""
+        self._within_s = 0.0
+        self._told = asyncio.Event()
+
+    def tell(self, host: str, within_s: float) -> None:
+        """The first one counts."""
+        if not self._told.is_set():
+            self.host, self._within_s = host, within_s
+            self._told.set()
+
+    async def wait(self) -> float:
+        """Until it is so; the seconds that are left from then on."""
+        await self._told.wait()
+        return self._within_s
+
+
 class RemoteRank:
-    """A running rank. leaving: set when its host is about to stop."""
+    """A running rank. leaving: told when its host is about to stop."""
 
     pid = None
 
-    def __init__(self, role: str, address: str, secret: MeshSecret, leaving: asyncio.Event) -> None:
+    def __init__(self, role: str, address: str, secret: MeshSecret, leaving: Leaving) -> None:
         self.role = role
         self.link = RemoteLink()
         self._address = address
@@ -83,6 +103,8 @@ class RemoteRank:
         self._channel = open_channel(address)
         stub = rank_host_pb2_grpc.RankHostStub(self._channel)
         self._call: _Call = stub.Run(metadata=call_metadata(secret), wait_for_ready=True)  # type: ignore[call-arg]
+        # A call takes one message at a time.
+        self._writing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -113,7 +135,9 @@ class RemoteRank:
         if self._tasks and not self._ended.done():
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
                 async with asyncio.timeout(_END_TIMEOUT_S):
-                    await self._call.done_writing()
+                    async with self._writing:
+                        await self._call.write(rank_host_pb2.RankControl(end=rank_host_pb2.RankEnd()))
+                        await self._call.done_writing()
                     await asyncio.shield(self._ended)
         self._call.cancel()
         for task in self._tasks:
@@ -129,7 +153,8 @@ class RemoteRank:
     async def _beat(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await self._call.write(rank_host_pb2.RankControl(beat=rank_host_pb2.RankBeat()))
+                async with self._writing:
+                    await self._call.write(rank_host_pb2.RankControl(beat=rank_host_pb2.RankBeat()))
                 await asyncio.sleep(BEAT_EVERY_S)
 
     async def _read(self) -> None:
@@ -150,7 +175,7 @@ class RemoteRank:
                 self._over(f"the {self.role} on {self._host} ended with status {event.ended.status}")
             case "leaving":
                 _log.info("a rank host is about to stop", host=self._address)
-                self._leaving.set()
+                self._leaving.tell(self._address, event.leaving.within_s)
 
     def _over(self, reason: str) -> None:
         self.link.close(reason)

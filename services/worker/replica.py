@@ -27,7 +27,8 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine_messages import Configure, EngineFailed, EngineReady, LoadProgress, RankReady
 from services.worker.errors import ChildDied, StartFailed
 from services.worker.mover_messages import FromMoverToFront, MoverReady
-from services.worker.ranks import ReplicaName, start_engines, together
+from services.worker.ranks import ReplicaName, start_engines, together, unless_leaving
+from services.worker.remote_rank import Leaving
 
 _MOVER_TIMEOUT_S = 30.0
 _ROLES = {
@@ -51,8 +52,8 @@ class Replica:
     mover_ready: MoverReady
     # The other processes that compute, where the engine is one of several.
     ranks: tuple[Part, ...] = ()
-    # Set when a part of it is about to be stopped where it runs.
-    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    # Told when a part of it is about to be stopped where it runs.
+    leaving: Leaving = field(default_factory=Leaving)
 
     @property
     def child_pids(self) -> dict[str, int]:
@@ -81,10 +82,11 @@ async def start_replica(
     name = ReplicaName(worker_id, epoch, source.name, secret)
     engines = await start_engines(settings, config, (mover_fd, parts.pool_fd), name, stack)
     engines.engine.link.send(Configure(secret.block_key))
-    ready, *_ = await together(
+    loads = together(
         _first_message(engines.engine, EngineReady, settings.start_timeout_s, progress),
         *(_first_message(rank, RankReady, settings.start_timeout_s) for rank in engines.ranks),
     )
+    ready, *_ = await unless_leaving(engines.leaving, loads)
     engine_ready = _of_revision(ready, settings.revision)
     mover, mover_ready = await _running_mover(settings, parts, engine_ready, worker_id, epoch, stack)
     return Replica(

@@ -55,6 +55,7 @@ class Serving:
         settings = around.settings
         self._around = around
         self._replica = replica
+        self._drain_within_s = settings.drain_deadline_s
         self._announcer = Announcer(
             around.redis, kind="worker", location_id=replica.worker_id, epoch=replica.epoch, health=around.health
         )
@@ -105,6 +106,10 @@ class Serving:
         await self._around.grpc.set_ready(False)
         self.front.drain()
 
+    def drain_within(self, seconds: float) -> None:
+        """Drain no longer than this; `drain_deadline_s` where that is shorter. Of a drain that has not begun."""
+        self._drain_within_s = min(self._drain_within_s, seconds)
+
     async def _open(self) -> None:
         around, replica = self._around, self._replica
         around.service.attach(self.front, identity_proto(replica, around.settings), self._kept)
@@ -127,7 +132,7 @@ class Serving:
         await self.stop_admitting()
         self._kept.drain()
         try:
-            async with asyncio.timeout(self._around.settings.drain_deadline_s):
+            async with asyncio.timeout(self._drain_within_s):
                 await self.front.streams.wait_empty()
         except TimeoutError:
             _log.warning("drain deadline passed", open_requests=len(self.front.streams))

@@ -29,6 +29,8 @@ from services.worker.replica import Replica, start_replica
 from services.worker.serving import Serving, Surroundings, tell_ready
 
 T = TypeVar("T")
+# The rest is for the end of the parts.
+_SHARE_OF_LEAVING = 0.9
 _log = structlog.get_logger()
 _failures = metrics.get_meter("kvmesh.worker").create_counter(
     "kvmesh_model_load_failures", description="Models that could not be loaded, by kind of error."
@@ -148,8 +150,10 @@ class ModelSlot:
 
     async def _leave_with(self, replica: Replica) -> None:
         """A rank host that is about to stop takes the replica along: it drains, and the worker ends."""
-        await replica.leaving.wait()
+        within_s = await replica.leaving.wait()
         _log.info("a rank host is about to stop: draining", model=self.model)
+        assert self._serving is not None
+        self._serving.drain_within(within_s * _SHARE_OF_LEAVING)
         self.close()
 
     async def _start(self, source: ModelSource, stack: AsyncExitStack) -> Replica:

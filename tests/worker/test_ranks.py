@@ -9,7 +9,8 @@ import pytest
 from services.common.settings import ConfigurationError
 from services.worker.config import WorkerSettings, check_settings
 from services.worker.errors import StartFailed
-from services.worker.ranks import rank_threads, together
+from services.worker.ranks import rank_threads, together, unless_leaving
+from services.worker.remote_rank import Leaving
 
 
 async def ready(value: int) -> int:
@@ -47,6 +48,24 @@ async def test_the_cause_is_told_and_not_what_followed_from_it() -> None:
 async def test_a_lost_rank_is_the_cause_where_there_is_no_other() -> None:
     with pytest.raises(StartFailed, match="because of RankLost"):
         await together(fails("RankLost"), fails("RankLost"))
+
+
+async def test_a_rank_host_that_is_to_stop_ends_the_start() -> None:
+    leaving, cancelled = Leaving(), asyncio.Event()
+
+    async def loads() -> int:
+        leaving.tell("h:1", 30.0)
+        leaving.tell("h:2", 20.0)
+        try:
+            return await asyncio.sleep(3600, 1)
+        finally:
+            cancelled.set()
+
+    with pytest.raises(StartFailed, match="rank host h:1 is stopping"):
+        await unless_leaving(leaving, loads())
+    assert cancelled.is_set()
+    assert await leaving.wait() == 30.0
+    assert await unless_leaving(Leaving(), ready(1)) == 1
 
 
 @pytest.mark.parametrize(

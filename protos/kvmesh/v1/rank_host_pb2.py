@@ -24,27 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvmesh/v1/rank_host.proto\x12\tkvmesh.v1\"d\n\x0bRankControl\x12%\n\x05start\x18\x01 \x01(\x0b\x32\x14.kvmesh.v1.StartRankH\x00\x12#\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x13.kvmesh.v1.RankBeatH\x00\x42\t\n\x07\x63ontrol\"\xbf\x01\n\tStartRank\x12\x0f\n\x07release\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rengine_config\x18\x06 \x01(\x0c\x12\x15\n\rsteps_address\x18\x07 \x01(\t\x12\r\n\x05token\x18\x08 \x01(\x0c\x12\x11\n\tsilence_s\x18\t \x01(\x01\x12\x12\n\nhost_ranks\x18\n \x01(\r\"\n\n\x08RankBeat\"\xa4\x01\n\tRankEvent\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.RankStartedH\x00\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x12%\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x14.kvmesh.v1.RankEndedH\x00\x12)\n\x07leaving\x18\x04 \x01(\x0b\x32\x16.kvmesh.v1.RankLeavingH\x00\x42\x07\n\x05\x65vent\"\x1a\n\x0bRankStarted\x12\x0b\n\x03pid\x18\x01 \x01(\r\"\x1b\n\tRankEnded\x12\x0e\n\x06status\x18\x01 \x01(\x11\"\r\n\x0bRankLeaving2C\n\x08RankHost\x12\x37\n\x03Run\x12\x16.kvmesh.v1.RankControl\x1a\x14.kvmesh.v1.RankEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvmesh/v1/rank_host.proto\x12\tkvmesh.v1\"\x87\x01\n\x0bRankControl\x12%\n\x05start\x18\x01 \x01(\x0b\x32\x14.kvmesh.v1.StartRankH\x00\x12#\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x13.kvmesh.v1.RankBeatH\x00\x12!\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x12.kvmesh.v1.RankEndH\x00\x42\t\n\x07\x63ontrol\"\xbf\x01\n\tStartRank\x12\x0f\n\x07release\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rengine_config\x18\x06 \x01(\x0c\x12\x15\n\rsteps_address\x18\x07 \x01(\t\x12\r\n\x05token\x18\x08 \x01(\x0c\x12\x11\n\tsilence_s\x18\t \x01(\x01\x12\x12\n\nhost_ranks\x18\n \x01(\r\"\n\n\x08RankBeat\"\t\n\x07RankEnd\"\xa4\x01\n\tRankEvent\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.RankStartedH\x00\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x12%\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x14.kvmesh.v1.RankEndedH\x00\x12)\n\x07leaving\x18\x04 \x01(\x0b\x32\x16.kvmesh.v1.RankLeavingH\x00\x42\x07\n\x05\x65vent\"\x1a\n\x0bRankStarted\x12\x0b\n\x03pid\x18\x01 \x01(\r\"\x1b\n\tRankEnded\x12\x0e\n\x06status\x18\x01 \x01(\x11\"\x1f\n\x0bRankLeaving\x12\x10\n\x08within_s\x18\x01 \x01(\x01\x32\x43\n\x08RankHost\x12\x37\n\x03Run\x12\x16.kvmesh.v1.RankControl\x1a\x14.kvmesh.v1.RankEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.rank_host_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RANKCONTROL']._serialized_start=40
-  _globals['_RANKCONTROL']._serialized_end=140
-  _globals['_STARTRANK']._serialized_start=143
-  _globals['_STARTRANK']._serialized_end=334
-  _globals['_RANKBEAT']._serialized_start=336
-  _globals['_RANKBEAT']._serialized_end=346
-  _globals['_RANKEVENT']._serialized_start=349
-  _globals['_RANKEVENT']._serialized_end=513
-  _globals['_RANKSTARTED']._serialized_start=515
-  _globals['_RANKSTARTED']._serialized_end=541
-  _globals['_RANKENDED']._serialized_start=543
-  _globals['_RANKENDED']._serialized_end=570
-  _globals['_RANKLEAVING']._serialized_start=572
-  _globals['_RANKLEAVING']._serialized_end=585
-  _globals['_RANKHOST']._serialized_start=587
-  _globals['_RANKHOST']._serialized_end=654
+  _globals['_RANKCONTROL']._serialized_start=41
+  _globals['_RANKCONTROL']._serialized_end=176
+  _globals['_STARTRANK']._serialized_start=179
+  _globals['_STARTRANK']._serialized_end=370
+  _globals['_RANKBEAT']._serialized_start=372
+  _globals['_RANKBEAT']._serialized_end=382
+  _globals['_RANKEND']._serialized_start=384
+  _globals['_RANKEND']._serialized_end=393
+  _globals['_RANKEVENT']._serialized_start=396
+  _globals['_RANKEVENT']._serialized_end=560
+  _globals['_RANKSTARTED']._serialized_start=562
+  _globals['_RANKSTARTED']._serialized_end=588
+  _globals['_RANKENDED']._serialized_start=590
+  _globals['_RANKENDED']._serialized_end=617
+  _globals['_RANKLEAVING']._serialized_start=619
+  _globals['_RANKLEAVING']._serialized_end=650
+  _globals['_RANKHOST']._serialized_start=652
+  _globals['_RANKHOST']._serialized_end=719
 # @@protoc_insertion_point(module_scope)

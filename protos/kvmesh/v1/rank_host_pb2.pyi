@@ -22,21 +22,25 @@ class RankControl(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___StartRank: ...
     @_builtins.property
     def beat(self) -> Global___RankBeat: ...
+    @_builtins.property
+    def end(self) -> Global___RankEnd: ...
     def __init__(
         self,
         *,
         start: Global___StartRank | None = ...,
         beat: Global___RankBeat | None = ...,
+        end: Global___RankEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "control", b"control", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "control", b"control", "end", b"end", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "control", b"control", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "control", b"control", "end", b"end", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_control: _TypeAlias = _typing.Literal["start", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_control: _TypeAlias = _typing.Literal["start", "beat", "end"]  # noqa: Y015
     _WhichOneofArgType_control: _TypeAlias = _typing.Literal["control", b"control"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_control) -> _WhichOneofReturnType_control | None: ...
 
@@ -107,6 +111,23 @@ class RankBeat(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankBeat: _TypeAlias = RankBeat  # noqa: Y015
+
+@_typing.final
+class RankEnd(_message.Message):
+    """The rank is to end; nothing follows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankEnd: _TypeAlias = RankEnd  # noqa: Y015
 
 @_typing.final
 class RankEvent(_message.Message):
@@ -187,12 +208,17 @@ Global___RankEnded: _TypeAlias = RankEnded  # noqa: Y015
 class RankLeaving(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITHIN_S_FIELD_NUMBER: _builtins.int
+    within_s: _builtins.float
+    """The rank is ended then, if it still runs."""
     def __init__(
         self,
+        *,
+        within_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["within_s", b"within_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,8 +46,8 @@ class RankHostServicer:
 
     def Run(self, request_iterator, context):
         """Runs one rank for as long as the call lasts. The worker sends the start, then a beat at least every second; the host
-        sends what the rank says, and its end as the last message. The rank ends when the worker closes its side, when the
-        call breaks, and when the worker is silent for `silence_s`.
+        sends what the rank says, and its end as the last message. The rank ends when the worker says so, when the call
+        breaks or the worker closes its side, and when the worker is silent for `silence_s`.
         INVALID_ARGUMENT for a start that cannot be, FAILED_PRECONDITION for another release, NOT_FOUND for a model that the
         host does not have, RESOURCE_EXHAUSTED when it runs as many ranks as it may, UNAVAILABLE when it is stopping or
         cannot reach the worker.

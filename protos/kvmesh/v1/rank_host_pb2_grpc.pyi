@@ -33,8 +33,8 @@ class RankHostStub:
     def __new__(cls, channel: _aio.Channel) -> RankHostAsyncStub: ...
     Run: _grpc.StreamStreamMultiCallable[_rank_host_pb2.RankControl, _rank_host_pb2.RankEvent]
     """Runs one rank for as long as the call lasts. The worker sends the start, then a beat at least every second; the host
-    sends what the rank says, and its end as the last message. The rank ends when the worker closes its side, when the
-    call breaks, and when the worker is silent for `silence_s`.
+    sends what the rank says, and its end as the last message. The rank ends when the worker says so, when the call
+    breaks or the worker closes its side, and when the worker is silent for `silence_s`.
     INVALID_ARGUMENT for a start that cannot be, FAILED_PRECONDITION for another release, NOT_FOUND for a model that the
     host does not have, RESOURCE_EXHAUSTED when it runs as many ranks as it may, UNAVAILABLE when it is stopping or
     cannot reach the worker.
@@ -45,8 +45,8 @@ class RankHostAsyncStub(RankHostStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Run: _aio.StreamStreamMultiCallable[_rank_host_pb2.RankControl, _rank_host_pb2.RankEvent]  # type: ignore[assignment]
     """Runs one rank for as long as the call lasts. The worker sends the start, then a beat at least every second; the host
-    sends what the rank says, and its end as the last message. The rank ends when the worker closes its side, when the
-    call breaks, and when the worker is silent for `silence_s`.
+    sends what the rank says, and its end as the last message. The rank ends when the worker says so, when the call
+    breaks or the worker closes its side, and when the worker is silent for `silence_s`.
     INVALID_ARGUMENT for a start that cannot be, FAILED_PRECONDITION for another release, NOT_FOUND for a model that the
     host does not have, RESOURCE_EXHAUSTED when it runs as many ranks as it may, UNAVAILABLE when it is stopping or
     cannot reach the worker.
@@ -60,8 +60,8 @@ class RankHostServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rank_host_pb2.RankEvent], _abc.AsyncIterator[_rank_host_pb2.RankEvent]]:
         """Runs one rank for as long as the call lasts. The worker sends the start, then a beat at least every second; the host
-        sends what the rank says, and its end as the last message. The rank ends when the worker closes its side, when the
-        call breaks, and when the worker is silent for `silence_s`.
+        sends what the rank says, and its end as the last message. The rank ends when the worker says so, when the call
+        breaks or the worker closes its side, and when the worker is silent for `silence_s`.
         INVALID_ARGUMENT for a start that cannot be, FAILED_PRECONDITION for another release, NOT_FOUND for a model that the
         host does not have, RESOURCE_EXHAUSTED when it runs as many ranks as it may, UNAVAILABLE when it is stopping or
         cannot reach the worker.

@@ -14,12 +14,17 @@ from typing import Protocol
 
 import torch
 
-from services.common.settings import ConfigurationError
 from services.worker.block_transfers import BlockTransfers, SharedTransfers
 from services.worker.engine.config import EngineConfig, RankConfig
 from services.worker.engine.gpu import cuda_device
 from services.worker.engine.load_progress import ProgressTeller
-from services.worker.engine.memory import cpu_pool, served_context, share_memory
+from services.worker.engine.memory import (
+    cpu_pool,
+    served_context,
+    share_memory,
+    spread_staging_bytes,
+    staging_slots,
+)
 from services.worker.engine_messages import LoadProgress
 from services.worker.model.adapter import AdapterTable
 from services.worker.model.device.block_copier import PoolCopier
@@ -37,8 +42,6 @@ from services.worker.parallel.step_link import StepLink
 from services.worker.staging import StagedTransfers
 
 DEFAULT_STAGING_BYTES = 2**30
-# Less, since a step waits until the parts of blocks that are under way between hosts have come.
-DEFAULT_SPREAD_STAGING_BYTES = 2**27
 
 
 class ModelRunner(Runner, Protocol):
@@ -85,7 +88,7 @@ def _open_group(
     if place.spread is None:
         return OpenReplica(runner, SharedTransfers(), runner.spec.num_blocks)
     layout = runner.spec.layout
-    staging = map_staging(config.pool_fd, layout, config.staging_bytes or DEFAULT_SPREAD_STAGING_BYTES)
+    staging = map_staging(config.pool_fd, layout, spread_staging_bytes(config, layout))
     copier = PartCopier(joined.runner.decoder.pool, joined.group.shard, links, staging, layout)
     return OpenReplica(runner, StagedTransfers(copier, len(staging)), len(staging))
 
@@ -122,8 +125,6 @@ def _open_cpu(config: EngineConfig, threads: int, tell: Callable[[LoadProgress],
 
 def map_staging(descriptor: int, layout: KvLayout, num_bytes: int) -> torch.Tensor:
     """The staging area, uint8 [slots, block_bytes]. Raises ConfigurationError where no block fits."""
-    slots = num_bytes // layout.block_bytes
-    if slots < 1:
-        raise ConfigurationError(f"staging_bytes={num_bytes}: a block takes {layout.block_bytes}")
+    slots = staging_slots(layout, num_bytes)
     shared = share_memory(descriptor, slots * layout.block_bytes)
     return torch.frombuffer(shared, dtype=torch.uint8).view(slots, layout.block_bytes)

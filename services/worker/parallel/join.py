@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.worker.engine.config import EngineConfig, RankConfig
 from services.worker.engine.load_progress import ProgressTeller
-from services.worker.engine.memory import cpu_pool, served_context, share_memory
+from services.worker.engine.memory import cpu_pool, served_context, share_memory, spread_staging_bytes
 from services.worker.engine_messages import LoadProgress
 from services.worker.model.load import load_runner, pool_layout
 from services.worker.model.model_files import open_model
@@ -57,6 +57,7 @@ def join_ranks(config: EngineConfig, place: RankConfig, threads: int, tell: Call
         num_threads=threads,
         served_context=served_context(config, files.config),
         max_step_tokens=config.step_token_budget,
+        staging_bytes=spread_staging_bytes(config, layout),
         progress=ProgressTeller(bytes_to_read(files, shard, is_spread=is_spread), tell).add,
         ranks=group,
     )

@@ -6,8 +6,10 @@ What breaks off in the midst of a step leaves the ranks out of step: whatever it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
+import structlog
 import torch
 
 from services.worker.errors import RankLost
@@ -15,6 +17,10 @@ from services.worker.model.runner import CpuRunner, RunnerSpec
 from services.worker.model.step import StepInput
 from services.worker.parallel.group import Group
 from services.worker.parallel.step_link import StepLink
+
+# What others begin to take for silence is 0.35 s.
+_LONG_S = 0.2
+_log = structlog.get_logger()
 
 
 class ParallelRunner:
@@ -32,8 +38,7 @@ class ParallelRunner:
 
     def submit(self, step: StepInput) -> None:
         """Start a step on all ranks, blocks being in place. Raises ValueError, nothing being started; RankLost."""
-        for link in self._links:
-            link.settle()
+        self._settle()
         self._own.submit(step)
         for link in self._links:
             link.send(step)
@@ -49,6 +54,14 @@ class ParallelRunner:
         except Exception as error:
             raise RankLost(f"a step broke off: {type(error).__name__}: {error}") from error
         return logits
+
+    def _settle(self) -> None:
+        began_s = time.monotonic()
+        for link in self._links:
+            link.settle()
+        took_s = time.monotonic() - began_s
+        if took_s > _LONG_S:
+            _log.warning("a step waited for blocks on their way between hosts", seconds=round(took_s, 3))
 
     def hidden(self) -> torch.Tensor:
         """Of the step that was collected last, where there is one stage: every rank has all of it."""

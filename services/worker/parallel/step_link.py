@@ -3,7 +3,8 @@
 A stream socket, Unix on one host, TCP between two. The other rank does one thing after the other, in the order in which
 it is told. Rank 0 does not wait while it sends parts: what the socket does not take goes on when it asks for their end.
 At most one step is under way; before one is sent, `settle` has all parts arrive, so that the other rank never waits for
-rank 0 to read while this waits for its step.
+rank 0 to read while this waits for its step. Parts travel in frames of at most FRAME_BYTES, or of one block; between
+two the other rank says that it lives.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,9 @@ from services.worker.parallel.step_frames import (
     step_frame,
 )
 
+# A slow network, of 1 Gbit/s, takes 34 ms for it.
+FRAME_BYTES = 2**22
+
 
 @dataclass(slots=True)
 class PartsCopy:
@@ -48,9 +52,10 @@ class PartsCopy:
 
 @dataclass(slots=True)
 class _Coming:
+    """One frame of parts; the last one of a copy has what is done when all have come."""
+
     memory: memoryview
-    take: Callable[[], None]
-    copy: PartsCopy
+    come: Callable[[], None] | None
 
 
 class StepLink:
@@ -69,6 +74,11 @@ class StepLink:
         self._reads_parts = False
         self._num_done = 0
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something waits for room in the socket."""
+        return bool(self._unsent)
+
     def send(self, step: StepInput) -> None:
         """Have the rank run a step; `settle` first. It leaves as a whole: nobody sends on while rank 0 computes.
 
@@ -85,16 +95,25 @@ class StepLink:
     def gather(self, slots: Sequence[int], memory: memoryview, take: Callable[[], None]) -> PartsCopy:
         """Have the rank's parts of the blocks in pool slots fill `memory`; then `take` is called. Raises RankLost."""
         copy = PartsCopy(self)
-        self._coming.append(_Coming(memory, take, copy))
-        self._queue(gather_frame(slots), None)
+
+        def come() -> None:
+            take()
+            copy.done = True
+
+        for part_slots, part in _frames(slots, memory):
+            self._coming.append(_Coming(part, None))
+            self._queue(gather_frame(part_slots), None)
+        self._coming[-1].come = come
         self.poll()
         return copy
 
     def scatter(self, slots: Sequence[int], parts: memoryview) -> PartsCopy:
         """Have the rank put its parts into pool slots before any later step; they stay as they are. Raises RankLost."""
         copy = PartsCopy(self)
-        self._queue(scatter_frame(slots, parts.nbytes), None)
-        self._queue(parts, copy)
+        for part_slots, part in _frames(slots, parts):
+            self._queue(scatter_frame(part_slots, part.nbytes), None)
+            self._queue(part, None)
+        self._unsent[-1] = self._unsent[-1][0], copy
         self.poll()
         return copy
 
@@ -151,15 +170,23 @@ class StepLink:
     def _received(self) -> None:
         """What was awaited is here."""
         if self._reads_parts:
-            come = self._coming.popleft()
-            come.take()
-            come.copy.done = True
+            come = self._coming.popleft().come
+            if come is not None:
+                come()
         elif self._kind == DONE:
             self._num_done += 1
         elif self._kind != PARTS or not self._coming:
             raise RankLost(f"another rank is out of step: it says {bytes(self._kind)!r}")
         self._reads_parts = not self._reads_parts and self._kind == PARTS
         self._target = self._coming[0].memory if self._reads_parts else memoryview(self._kind)
+
+
+def _frames(slots: Sequence[int], parts: memoryview) -> Iterator[tuple[Sequence[int], memoryview]]:
+    """slots: at least one. parts: as many of equal size, one after the other."""
+    part_bytes = parts.nbytes // len(slots)
+    count = max(1, FRAME_BYTES // part_bytes)
+    for first in range(0, len(slots), count):
+        yield slots[first : first + count], parts[first * part_bytes : (first + count) * part_bytes]
 
 
 class RankLink:

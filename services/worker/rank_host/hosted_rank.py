@@ -21,13 +21,15 @@ _MODULE = "services.worker.engine"
 class HostedRank:
     """A running rank."""
 
-    def __init__(self, child: Child, leaving: asyncio.Event) -> None:
-        """leaving: set when the host is about to stop."""
+    def __init__(self, child: Child, leaving: asyncio.Future[float]) -> None:
+        """leaving: see Places."""
         self._child = child
         self._leaving = leaving
 
     @classmethod
-    async def start(cls, role: str, config: EngineConfig, link: socket.socket, leaving: asyncio.Event) -> HostedRank:
+    async def start(
+        cls, role: str, config: EngineConfig, link: socket.socket, leaving: asyncio.Future[float]
+    ) -> HostedRank:
         """config: complete, but for descriptors and the parent. link: to rank 0, given away."""
         front_end, child_end = socket.socketpair()
         assert config.ranks is not None
@@ -50,15 +52,15 @@ class HostedRank:
     async def events(self) -> AsyncIterator[rank_host_pb2.RankEvent]:
         """Its start, what it says, that the host is leaving, and its end."""
         yield rank_host_pb2.RankEvent(started=rank_host_pb2.RankStarted(pid=self._child.pid))
-        leaving = asyncio.create_task(self._leaving.wait())
         hearing = asyncio.create_task(self._child.link.receive_all())
         try:
-            waits: set[asyncio.Task[Any]] = {leaving, hearing}
+            waits: set[asyncio.Future[Any]] = {self._leaving, hearing}
             while True:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                if leaving in waits and leaving.done():
-                    waits.discard(leaving)
-                    yield rank_host_pb2.RankEvent(leaving=rank_host_pb2.RankLeaving())
+                if self._leaving in waits and self._leaving.done():
+                    waits.discard(self._leaving)
+                    leaving = rank_host_pb2.RankLeaving(within_s=self._leaving.result())
+                    yield rank_host_pb2.RankEvent(leaving=leaving)
                 if hearing.done():
                     for message in hearing.result():
                         yield rank_host_pb2.RankEvent(message=msgspec.msgpack.encode(message))
@@ -71,10 +73,10 @@ class HostedRank:
             status = self._child.process.returncode or 0
             yield rank_host_pb2.RankEvent(ended=rank_host_pb2.RankEnded(status=status))
         finally:
-            leaving.cancel()
             hearing.cancel()
 
     async def end(self) -> None:
         """At once: it holds nothing that anybody wants. Idempotent."""
-        kill(self._child)
+        if self._child.process.returncode is None:
+            kill(self._child)
         await self._child.end()

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
+from kvmesh.v1 import rank_host_pb2
 from opentelemetry import metrics
 
 from services.worker.errors import Refused
@@ -38,14 +39,18 @@ class Place:
         self._reason = self._reason or reason
         self._over.set()
 
-    async def watch(self, beats: AsyncIterator[object], silence_s: float) -> None:
-        """End the rank when its worker says so, or nothing for too long."""
+    async def watch(self, controls: AsyncIterator[rank_host_pb2.RankControl], silence_s: float) -> None:
+        """End the rank when its worker says so, is gone, or says nothing for too long."""
         try:
             while True:
                 async with asyncio.timeout(silence_s):
-                    await anext(beats)
+                    control = await anext(controls)
+                if control.WhichOneof("control") == "end":
+                    self.end("told")
+                    return
         except StopAsyncIteration:
-            self.end("told")
+            # A call that breaks ends so too.
+            self.end("call broke")
         except TimeoutError:
             self.end("silence")
 
@@ -66,9 +71,11 @@ class Place:
         _running.add(1)
         _log.info("rank started", rank=self.name)
         self.started.set_result(rank)
-        await self._over.wait()
-        await rank.end()
-        _running.add(-1)
+        try:
+            await self._over.wait()
+            await rank.end()
+        finally:
+            _running.add(-1)
         _ends.add(1, {"reason": self._reason})
         _log.info("rank ended", rank=self.name, reason=self._reason)
 
@@ -79,10 +86,10 @@ class Place:
 
 
 class Places:
-    """At most `max_ranks` of them. leaving: set when the host is about to stop."""
+    """At most `max_ranks` of them. leaving: has the seconds that are left to the ranks once the host is to stop."""
 
     def __init__(self, max_ranks: int) -> None:
-        self.leaving = asyncio.Event()
+        self.leaving: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._max_ranks = max_ranks
         self._places: dict[tuple[str, int], Place] = {}
         self._keepers: set[asyncio.Task[None]] = set()
@@ -91,7 +98,7 @@ class Places:
         """A place whose rank `launch` starts. Raises Refused."""
         key = worker_id, rank
         before = self._places.get(key)
-        if self.leaving.is_set():
+        if self.leaving.done():
             raise Refused("UNAVAILABLE", "the rank host is stopping")
         if before is not None and before.epoch >= epoch:
             raise Refused("FAILED_PRECONDITION", f"rank {rank} of {worker_id} is that of a later replica")
@@ -105,7 +112,7 @@ class Places:
 
     async def leave(self, within_s: float) -> None:
         """Take no more, ask the workers to drain, and end what is left then."""
-        self.leaving.set()
+        self.leaving.set_result(within_s)
         if self._keepers:
             await asyncio.wait(self._keepers, timeout=within_s)
         for place in self._places.values():

@@ -107,7 +107,7 @@ async def _first(controls: _Controls) -> rank_host_pb2.StartRank:
     return control.start
 
 
-async def _launch(start: rank_host_pb2.StartRank, config: EngineConfig, leaving: asyncio.Event) -> HostedRank:
+async def _launch(start: rank_host_pb2.StartRank, config: EngineConfig, leaving: asyncio.Future[float]) -> HostedRank:
     try:
         link = await call_worker(start.steps_address, start.token, start.rank, _CALL_TIMEOUT_S)
     except (OSError, ValueError, TimeoutError) as error:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench.family_models import VOCAB_SIZE, make_model, save_model
+from services.worker.engine.memory import DEFAULT_SPREAD_STAGING_BYTES
 from services.worker.model.errors import InvalidWeights
 from services.worker.model.runner import CpuRunner
 from services.worker.model.shard import Parallelism
@@ -34,8 +35,10 @@ def test_blocks_are_those_of_one_process(sizes: tuple[int, int], tmp_path: Path)
     with loaded(path, "float32", num_blocks=NUM_BLOCKS, context=CONTEXT, compiled=True) as one:
         expected = run(one, Chunk(TOKENS, 0, TABLE))
         with spread_group(path, parallelism) as group:
+            block_bytes = one.spec.layout.block_bytes
             assert group.runner.spec.digest == one.spec.digest
             assert group.runner.spec.layout == one.spec.layout
+            assert group.runner.spec.memory.staging_bytes == DEFAULT_SPREAD_STAGING_BYTES // block_bytes * block_bytes
             assert_close(run_group(group, Chunk(TOKENS, 0, TABLE)), expected, parallelism)
             group.gather(TABLE, TABLE)
             assert_close(group.staging[TABLE], one.decoder.pool[TABLE], parallelism)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from services.worker.engine_messages import FromFrontToEngine
 from services.worker.errors import RankLost
 from services.worker.ipc import Link
 from services.worker.model.step import StepInput
+from services.worker.parallel import step_link
 from services.worker.parallel.block_parts import as_bytes
 from services.worker.parallel.rank import RankLoop
 from services.worker.parallel.step_frames import scatter_frame
@@ -142,12 +145,41 @@ def test_a_step_leaves_whole_though_the_socket_was_full() -> None:
                 filled += here.send(bytes(1024))
         sending = threading.Thread(target=link.send, args=(STEP,))
         sending.start()
+        while not link.has_unsent and sending.is_alive():
+            time.sleep(0.001)
+        assert link.has_unsent
         while filled:
             filled -= len(there.recv(min(filled, 65536)))
         received = RankLink(there, TIMEOUT_S).receive()
         sending.join(TIMEOUT_S)
         assert isinstance(received, StepInput)
         assert received.token_ids.tolist() == STEP.token_ids.tolist()
+
+
+def test_parts_travel_in_frames_between_which_the_rank_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_link, "FRAME_BYTES", 3 * PART)
+    frames: list[int] = []
+    taken: list[int] = []
+    runner = Runner(parts(0, SLOTS))
+
+    class Counting(RankLoop):
+        def _put(self, slots: torch.Tensor, parts: Any) -> None:
+            frames.append(len(slots))
+            super()._put(slots, parts)
+
+    monkeypatch.setattr(sys.modules[__name__], "RankLoop", Counting)
+    given = torch.arange(SLOTS, dtype=torch.uint8).repeat_interleave(PART).view(SLOTS, PART)
+    with rank(runner) as link:
+        into, order = torch.empty(SLOTS, PART, dtype=torch.uint8), list(reversed(range(SLOTS)))
+        put = link.scatter(order, as_bytes(given).data)
+        come = gather(link, order, into, taken)
+        link.settle()
+        assert put.is_done()
+        assert come.is_done()
+    assert frames == [3, 3, 2]
+    assert taken == [SLOTS - 1], "once, when all have come"
+    assert torch.equal(runner.pool, given.flip(0))
+    assert torch.equal(into, given)
 
 
 def test_a_rank_that_goes_is_lost_at_once() -> None:
@@ -165,7 +197,8 @@ def test_a_rank_that_goes_is_lost_at_once() -> None:
 def test_a_rank_that_says_nothing_is_lost_in_time() -> None:
     here, there = socket.socketpair()
     with here, there:
-        link = StepLink(here, 0.05)
+        # It takes what fits its socket, and says nothing.
+        link = StepLink(here, 1.0)
         link.send(STEP)
         with pytest.raises(RankLost, match="does not finish its step: timed out"):
             link.wait_done()

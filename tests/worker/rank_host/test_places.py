@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import pytest
+from kvmesh.v1 import rank_host_pb2
+from structlog.testing import capture_logs
 
 from services.worker.errors import Refused
 from services.worker.rank_host.hosted_rank import HostedRank
@@ -88,7 +90,7 @@ async def test_leaving_asks_first_and_ends_what_is_left() -> None:
     places, goes, stays = Places(2), Rank(), Rank()
     first, second = take(places, goes, number=1), take(places, stays, number=2)
     leaving = asyncio.create_task(places.leave(0.05))
-    await places.leaving.wait()
+    assert await asyncio.shield(places.leaving) == 0.05
     first.end("told")
     with pytest.raises(Refused, match="stopping"):
         take(places, Rank(), number=3)
@@ -98,18 +100,36 @@ async def test_leaving_asks_first_and_ends_what_is_left() -> None:
     assert second.gone.is_set()
 
 
-async def test_a_worker_that_says_nothing_or_closes_its_side_ends_its_rank() -> None:
-    async def nothing() -> AsyncIterator[object]:
-        yield object()
-        await asyncio.Event().wait()
+BEAT = rank_host_pb2.RankControl(beat=rank_host_pb2.RankBeat())
 
-    async def closes() -> AsyncIterator[object]:
-        yield object()
 
-    places = Places(2)
-    for beats, silence_s in ((nothing(), 0.01), (closes(), PATIENCE_S)):
-        rank = Rank()
-        place = take(places, rank)
-        await place.watch(beats, silence_s)
-        await place.gone.wait()
-        assert rank.ended
+async def says_nothing() -> AsyncIterator[rank_host_pb2.RankControl]:
+    yield BEAT
+    await asyncio.Event().wait()
+
+
+async def breaks() -> AsyncIterator[rank_host_pb2.RankControl]:
+    yield BEAT
+
+
+async def says_end() -> AsyncIterator[rank_host_pb2.RankControl]:
+    yield BEAT
+    yield rank_host_pb2.RankControl(end=rank_host_pb2.RankEnd())
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("controls", "silence_s", "reason"),
+    [(says_nothing, 0.01, "silence"), (breaks, PATIENCE_S, "call broke"), (says_end, PATIENCE_S, "told")],
+)
+async def test_a_rank_ends_with_its_worker_for_a_reason(
+    controls: Callable[[], AsyncIterator[rank_host_pb2.RankControl]], silence_s: float, reason: str
+) -> None:
+    rank = Rank()
+    place = take(Places(1), rank)
+    with capture_logs() as logged:
+        async with asyncio.timeout(PATIENCE_S):
+            await place.watch(controls(), silence_s)
+            await place.gone.wait()
+    assert rank.ended
+    assert [event["reason"] for event in logged if event["event"] == "rank ended"] == [reason]

@@ -135,7 +135,7 @@ async def test_a_killed_or_stopped_worker_leaves_no_rank(tmp_path: Path, valkey:
         worker.process.kill()
         await eventually(lambda: not is_there(pid))
         await eventually(lambda: host.num_ranks() == 0)
-        stages = two_stages(host, "--model", f"tiny={tmp_path / 'here'}", "--child-silence-s", "2")
+        stages = two_stages(host, "--model", f"tiny={tmp_path / 'here'}", "--child-silence-s", "10")
         async with running_worker(tmp_path / "again", valkey.url, *stages, threads=1) as again:
             again.process.send_signal(signal.SIGSTOP)
             await eventually(lambda: host.ends().get("silence") == 1)
@@ -148,6 +148,7 @@ async def test_a_host_that_is_told_to_stop_has_the_replica_drain(tmp_path: Path,
         running = asyncio.create_task(worker.generate(prompt(40), TOKENS))
         await eventually(lambda: total(worker.metrics(), "kvmesh_worker_running_requests") > 0)
         host.process.terminate()
+        assert not running.done()
         answer = await running
         assert sum(map(len, answer.tokens.values())) == TOKENS
         assert await asyncio.to_thread(worker.process.wait, PATIENCE_S) == 0
