@@ -6,7 +6,7 @@ import mmap
 import os
 
 from services.common.settings import ConfigurationError
-from services.worker.engine.config import EngineConfig
+from services.worker.engine.config import EngineConfig, RankConfig
 from services.worker.model.config import ModelConfig
 from services.worker.model.layout import KvLayout
 from services.worker.model.load import kv_layout
@@ -30,13 +30,12 @@ def cpu_pool(config: EngineConfig, model: ModelConfig) -> tuple[KvLayout, int]:
     return layout, num_blocks
 
 
-def spread_staging_bytes(config: EngineConfig, layout: KvLayout) -> int:
+def spread_staging_bytes(config: EngineConfig, place: RankConfig, layout: KvLayout) -> int:
     """Of the staging area that this process has of a spread group: whole blocks on rank 0, nothing on others.
 
     Raises ConfigurationError where no block fits.
     """
-    place = config.ranks
-    if place is None or place.spread is None or place.rank:
+    if place.spread is None or place.rank:
         return 0
     asked = config.staging_bytes or DEFAULT_SPREAD_STAGING_BYTES
     return staging_slots(layout, asked) * layout.block_bytes

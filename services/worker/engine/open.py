@@ -88,7 +88,7 @@ def _open_group(
     if place.spread is None:
         return OpenReplica(runner, SharedTransfers(), runner.spec.num_blocks)
     layout = runner.spec.layout
-    staging = map_staging(config.pool_fd, layout, spread_staging_bytes(config, layout))
+    staging = map_staging(config.pool_fd, layout, spread_staging_bytes(config, place, layout))
     copier = PartCopier(joined.runner.decoder.pool, joined.group.shard, links, staging, layout)
     return OpenReplica(runner, StagedTransfers(copier, len(staging)), len(staging))
 

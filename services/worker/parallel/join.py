@@ -57,7 +57,7 @@ def join_ranks(config: EngineConfig, place: RankConfig, threads: int, tell: Call
         num_threads=threads,
         served_context=served_context(config, files.config),
         max_step_tokens=config.step_token_budget,
-        staging_bytes=spread_staging_bytes(config, layout),
+        staging_bytes=spread_staging_bytes(config, place, layout),
         progress=ProgressTeller(bytes_to_read(files, shard, is_spread=is_spread), tell).add,
         ranks=group,
     )
