@@ -24,7 +24,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     rows = len(x)
     if x.dtype == torch.float32:
         padded = F.pad(x, (0, 0, 0, -rows % _F32_ROWS))
-        product = torch.cat([F.linear(part, weight) for part in padded.split(_F32_ROWS)])[:rows]
+        starts = range(0, max(1, len(padded)), _F32_ROWS)
+        product = torch.cat([F.linear(padded[start : start + _F32_ROWS], weight) for start in starts])[:rows]
     else:
         padded = F.pad(x, (0, 0, 0, -rows % _BF16_MULTIPLE))
         product = F.linear(padded, weight)[:rows].float()
